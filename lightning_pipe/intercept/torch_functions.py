@@ -220,7 +220,7 @@ def values_read(name: str, result: Any) -> tuple[Any, tuple[Value, ...]] | None:
 
 
 def new_results(result: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Any, ...]] | None:
-    """What a function has returned if that is new: structure and leaves of its `CallRecord`.
+    """What a function has returned if its tensors are new: structure and leaves of its `CallRecord`.
 
     Of results that it was given, or that are on another device, the other stages find shapes and types by themselves.
 
@@ -229,13 +229,18 @@ def new_results(result: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Any,
         tensors: those that it was given.
     """
     leaves, structure = ([result], LEAF) if type(result) is Tensor else tree_flatten(result)
-    made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    given, device = {id(tensor) for tensor in tensors}, tensors[0].device
-    if not made or any(id(leaf) in given or leaf.device != device for leaf in made):
-        return None
-    if not all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
-        return None
-    return structure, tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    given, device = [id(tensor) for tensor in tensors], tensors[0].device
+    described: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if id(leaf) in given or leaf.device != device:
+                return None
+            described.append(TensorSpec.of(leaf))
+        elif leaf is None or isinstance(leaf, PLAIN):
+            described.append(leaf)
+        else:
+            return None
+    return structure, tuple(described)
 
 
 def results_of(result: Any, written: Iterable[Tensor]) -> list[Tensor]:

@@ -77,7 +77,7 @@ def test_results_that_are_new_are_described() -> None:
     assert new_results(X, [X]) is None
     assert new_results((X * 1, Y), [X, Y]) is None
     assert new_results(X.to("meta"), [X]) is None
-    assert new_results(3, [X]) is None
+    assert new_results((X * 1, object()), [X]) is None
 
 
 @pytest.mark.parametrize("module", APPLIES)
