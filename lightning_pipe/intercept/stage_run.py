@@ -77,9 +77,9 @@ class StageRun:
         device: the device that placeholders report.
         cache: what earlier runs have kept.
         profiler: measures layers as they are called; ``None``: no measurement.
-        training: whether a backward pass follows; otherwise the step may leave layers out.
+        training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
+            stage, where this run then ends.
         alone: whether no other micro-batch is under way, which could read what this one changes.
-        may_repeat: whether the step may come back to an earlier stage, where this run then ends.
         thorough: whether what the code of layers names is compared.
 
     Attributes:
@@ -101,12 +101,11 @@ class StageRun:
         profiler: Profiler | None = None,
         training: bool = True,
         alone: bool = False,
-        may_repeat: bool = False,
         thorough: bool = False,
     ) -> None:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
         self.called: list[int] = []
-        self.repeats, self._may_repeat = False, may_repeat
+        self.repeats = False
         self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
@@ -116,7 +115,7 @@ class StageRun:
         stream = self.surroundings.stream
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
         self.tracker.digest.expected = inbound.words if inbound else ()
-        self.tracker.come_back = self._come_back if may_repeat and not training else None
+        self.tracker.come_back = None if training else self._come_back
         self.tracker.digest.thorough = thorough
         self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers, parameter_use)
@@ -232,7 +231,7 @@ class StageRun:
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         name, own = self.stage.names[number], self.stage.layers
-        if self._may_repeat and self.tracker.waiting and self.tracker.expects(AGAIN):
+        if not self.training and self.tracker.waiting and self.tracker.expects(AGAIN):
             self._come_back(name)
         number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
@@ -292,13 +291,13 @@ class StageRun:
             name: the layer.
             behind: the layer called before it, if it is called for the first time: the order is another one.
         """
-        if not self._may_repeat and behind:
+        if self.training and behind:
             raise CutError(
                 f"layer '{name}' is called behind '{behind}', which follows it in the sequence.",
                 hint=f"If every batch calls {behind!r} before {name!r}, name them in that order: layers=[...]. An "
                 "order that depends on the batch needs one layer around both, or one device.",
             )
-        if not self._may_repeat:
+        if self.training:
             raise CutError(
                 f"layer '{name}' is called a second time, behind layers that follow it.",
                 hint="A training step with n passes over the layers (siamese networks, recursion) needs "

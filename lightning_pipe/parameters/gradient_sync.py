@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,11 @@ from torch.nn import Parameter
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import local, settled, with_local
-from lightning_pipe.parameters.buckets import BUCKET_BYTES, buckets
 from lightning_pipe.transport.base import Transport, Work
 
 Key = Any
+BUCKET_BYTES = 25 * 2**20
+"""What is sent at once is neither very small nor all there is."""
 
 
 @dataclass
@@ -230,3 +232,17 @@ def _dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def buckets(parameters: Sequence[Parameter], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
+    """Indices of the parameters of each bucket: one dtype and device, in order, up to the bucket's size."""
+    open_buckets: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    sizes: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
+    for index, parameter in enumerate(parameters):
+        kind = (parameter.dtype, parameter.device)
+        open_buckets[kind].append(index)
+        sizes[kind] += parameter.nbytes
+        if sizes[kind] >= bucket_bytes:
+            yield open_buckets.pop(kind)
+            del sizes[kind]
+    yield from open_buckets.values()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipe.parameters.buckets import buckets
+from lightning_pipe.parameters.gradient_sync import buckets
 from lightning_pipe.transport.base import Transport, Work
 
 _UNDER_WAY = 2
