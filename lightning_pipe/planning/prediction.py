@@ -52,8 +52,7 @@ class Configuration:
     @property
     def label(self) -> str:
         """``1f1b, 8 micro-batches of 4, 2 ranks x 4 replicas, recompute``."""
-        words = divided(self.shard_optimizer)
-        tensor = f" x {self.tensor} tensor ranks" * (self.tensor > 1)
+        words, tensor = divided(self.shard_optimizer), f" x {self.tensor} tensor ranks" * (self.tensor > 1)
         extra = [tensor, ", recompute" * (self.recompute != "never"), f", {words}" * bool(words)]
         return (
             f"{self.family.label}, {several(self.micro_batches, 'micro-batch')} of {self.samples}, "
@@ -119,7 +118,9 @@ class Predictor:
         self.profile = profile
         self._at = cache(profile.at)
         self.cut = cache(self._divided)
-        self._schedule = cache(_built)
+        self._built = cache(_built)
+        self._passed = cache(self._passes)
+        self._schedule = cache(lambda recompute, *given: with_recompute(self._built(*given), recompute))
 
     def layers(self, one: Configuration) -> tuple[int, ...]:
         """Layers of every stage; if the configuration does not say, so that the slowest stage is fastest."""
@@ -135,9 +136,11 @@ class Predictor:
 
     def seconds(self, one: Configuration) -> float:
         """Time of one optimizer step."""
+        return self._passed(one) + self.profile.batch + self._tied_sums(one, self.layers(one))
+
+    def _passes(self, one: Configuration) -> float:
         layers = self.layers(one)
-        passed = self._over_time(one, lambda schedule: self.costs(one, layers, schedule))
-        return passed + self.profile.batch + self._tied_sums(one, layers)
+        return self._over_time(one, lambda schedule: self.costs(one, layers, schedule))
 
     def peak(self, one: Configuration) -> float:
         """The most bytes that a rank holds."""
@@ -155,7 +158,7 @@ class Predictor:
         costs = self.costs(one, layers, schedule)
         updates = update_seconds(self.profile, layers, copies_of(one, schedule), one.shard_optimizer)
         alone = {"reduce": 0, "step": updates}
-        whole, unreduced, local = without(), without(**alone), without(**alone, send=0)
+        whole, unreduced, local = self._passed(one), without(**alone), without(**alone, send=0)
         sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, updates]
         forward, backward, half_input, half_weight, step = (sum(each) / one.ranks for each in sums)  # type: ignore[arg-type]
         backward += divided_share(schedule) * (half_input + half_weight - backward)
@@ -176,7 +179,7 @@ class Predictor:
 
     def schedule(self, one: Configuration, micro_batches: int) -> Schedule:
         """The schedule of a configuration for another number of micro-batches."""
-        return self._schedule(one.family, one.ranks, micro_batches, one.stages, one.recompute)
+        return self._schedule(one.recompute, one.family, one.ranks, micro_batches, one.stages)
 
     def _tied_sums(self, one: Configuration, layers: Sequence[int]) -> float:
         """Seconds in which tied parameters are summed over the ranks that hold them, and shared, at the end."""
@@ -226,10 +229,9 @@ class Predictor:
         return tuple(balance([f + b for f, b in zip(at.forward, at.backward, strict=True)], stages))
 
 
-def _built(family: Family, ranks: int, micro_batches: int, stages: int, recompute: Recompute) -> Schedule:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an order that is cut short is predicted as it is
-        return with_recompute(family.build(ranks, micro_batches, stages), recompute)
+def _built(family: Family, ranks: int, micro_batches: int, stages: int) -> Schedule:
+    with warnings.catch_warnings(action="ignore"):  # an order that is cut short is predicted as it is
+        return family.unchecked(ranks, micro_batches, stages)
 
 
 def _time(schedule: Schedule, costs: Costs) -> float:

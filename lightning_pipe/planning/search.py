@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 from torch import nn
@@ -19,7 +20,7 @@ from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import of_process
 from lightning_pipe.planning.options import SearchOptions, taking
 from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_costs, stage_memory
-from lightning_pipe.planning.search_result import RuledOut, SearchResult
+from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.schedules import Family
 from lightning_pipe.sharding.refusals import check_family
 from lightning_pipe.text import memory as amount_of_memory
@@ -143,30 +144,35 @@ class _Search:
 
     def run(self, candidates: list[Configuration], shown: int, start: float) -> SearchResult:
         """The best of the candidates, simulated in the order of their bounds."""
-        bounded = sorted((self.bound(one), number) for number, one in enumerate(candidates))
+        heap = [(self.bound(one), number, one) for number, one in enumerate(candidates)]
+        heapify(heap)
         best: list[tuple[float, int, Configuration]] = []
         known: set[object] = set()
-        ruled_out: list[RuledOut] = []
+        ruled_out: list[tuple[float, Configuration]] = []
         simulated = 0
-        for bound, number in bounded:
-            if len(best) == shown and bound >= best[-1][0]:
-                break
+        while heap and not (len(best) == shown and heap[0][0] >= best[-1][0]):
+            _, number, one = heappop(heap)
             try:
-                fitting, least = self.fitting(candidates[number])
-                if fitting is None:
-                    ruled_out.append(RuledOut(candidates[number], least))
-                    continue
-                simulated += 1
-                if (order := self.order(fitting)) not in known:
+                if one.recompute == "never":
+                    if (order := self.order(one)) in known:
+                        continue
                     known.add(order)
+                fitting, least = self.divided(one)
+                if fitting is not None:
+                    simulated += 1
                     best = sorted([*best, (self.predictor.seconds(fitting), number, fitting)])[:shown]
+                elif one.recompute == "never":
+                    again = replace(one, recompute="always")
+                    heappush(heap, (self.bound(again), number, again))
+                else:
+                    ruled_out.append((least, one))
             except ScheduleError:
                 continue  # the family has no order for these numbers
         if not best:
-            raise self.nothing_fits(candidates, ruled_out)
+            raise self.nothing_fits(len(candidates), ruled_out)
         return SearchResult(
             tuple(self.predictor.predict(one) for _, _, one in best),
-            tuple(sorted(ruled_out, key=lambda each: each.bytes)),
+            tuple(sorted(ruled_out, key=lambda each: each[0])),
             len(candidates),
             simulated,
             time.perf_counter() - start,
@@ -192,15 +198,24 @@ class _Search:
 
     def fitting(self, one: Configuration) -> tuple[Configuration | None, float]:
         """The configuration with the least that makes it fit, or ``None`` and the bytes that it needs at least."""
+        found, least = self.divided(one)
+        return (found, least) if found is not None else self.divided(replace(one, recompute="always"))
+
+    def divided(self, one: Configuration) -> tuple[Configuration | None, float]:
+        """The same, without recomputation of its own accord."""
         if self.limit is None:
             return one, 0.0
-        least = float("inf")
-        for changed in _ever_smaller(one):
-            needed = self.held(changed)
-            if needed <= self.limit and (needed := self.predictor.peak(changed)) <= self.limit:
-                return changed, needed
-            least = min(least, needed)
-        return None, least
+        first, *others = (replace(one, shard_optimizer=sharding) for sharding in _shardings(one))
+        if (needed := self.needed(first)) <= self.limit or not others:
+            return first if needed <= self.limit else None, needed
+        if (needed := self.needed(others[-1])) > self.limit:  # that which needs least
+            return None, needed
+        return next((each, needed) for each in others if self.needed(each) <= self.limit)
+
+    def needed(self, one: Configuration) -> float:
+        """The most bytes that a rank holds, or more than may be held."""
+        held = self.held(one)
+        return self.predictor.peak(one) if self.limit is None or held <= self.limit else held
 
     def order(self, one: Configuration) -> object:
         """What tells runs apart: small variants of a family may be the same order, with sums at the same time."""
@@ -223,7 +238,9 @@ class _Search:
         costs = stage_costs(self.predictor.profile, self.predictor.layers(one), one.samples, [1] * one.stages)
         there, whole, inputs, weights = costs.forward, costs.backward, costs.backward_input, costs.backward_weight
         back = [min(b, i + w) for b, i, w in zip(whole, inputs, weights, strict=True)]  # type: ignore[arg-type]
-        work = one.micro_batches * float(sum(there) + sum(back))  # type: ignore[arg-type]
+        # the last stage may keep what its backward pass takes at once
+        again = 0.0 if one.recompute == "never" else sum(there[:-1])  # type: ignore[index]
+        work = one.micro_batches * float(sum(there) + again + sum(back))  # type: ignore[arg-type]
         if not one.family.synchronous:
             return work / one.ranks
         # a rank that divides its passes has parts of them left when others are behind it
@@ -232,31 +249,28 @@ class _Search:
         waits = sum(ways[rank // one.family.pipes] for rank in range(one.ranks))
         return float(work + waits) / one.ranks + self.predictor.profile.batch
 
-    def nothing_fits(self, candidates: Sequence[Configuration], ruled_out: Iterable[RuledOut]) -> ConfigurationError:
+    def nothing_fits(self, number: int, ruled_out: Sequence[tuple[float, Configuration]]) -> ConfigurationError:
         """The error if no configuration is left."""
-        small = min(ruled_out, key=lambda each: each.bytes, default=None)
-        if small is None or self.limit is None:
+        if self.limit is None or not ruled_out:
             return ConfigurationError(
-                f"None of {len(candidates)} configurations can be built.",
+                f"None of {number} configurations can be built.",
                 hint="Use fewer ranks than layers, and a global batch that replicas and micro-batches divide.",
             )
+        needed, small = min(ruled_out, key=lambda each: each[0])
         return ConfigurationError(
-            f"Nothing fits into {amount_of_memory(self.limit)} per rank: the smallest of {len(candidates)} "
-            f"configurations, {small.configuration.label}, needs {amount_of_memory(small.bytes)}.",
+            f"Nothing fits into {amount_of_memory(self.limit)} per rank: the smallest of {number} configurations, "
+            f"{small.label}, needs {amount_of_memory(needed)}.",
             hint="Use more ranks, or a smaller global batch.",
         )
 
 
-def _ever_smaller(one: Configuration) -> Iterator[Configuration]:
-    """Variants that need less and less memory: dividing costs the time to share updates, recomputation a third.
+def _shardings(one: Configuration) -> list[Sharding]:
+    """What holders may divide so that each needs less and less memory; it costs the time to share updates.
 
     To divide gradients as well, once a stage is done, makes room for those of other stages of the rank alone.
     """
-    shardings: list[Sharding] = [False]
     if one.tensor > 1:
-        shardings += ["parameters"] if one.replicas > 1 else []
-    elif one.replicas * one.family.pipes > 1:
-        shardings += [True, "gradients"] if one.stages * one.family.pipes > one.ranks else [True]
-    for recompute in ("never", "always"):
-        for sharding in shardings:
-            yield replace(one, recompute=recompute, shard_optimizer=sharding)
+        return [False, "parameters"] if one.replicas > 1 else [False]
+    if one.replicas * one.family.pipes == 1:
+        return [False]
+    return [False, True, "gradients"] if one.stages * one.family.pipes > one.ranks else [False, True]

@@ -15,25 +15,12 @@ _COLOURS = ("#56B4E9", "#F0E442", "#CC79A7", "#D9D9D9", "#E69F00", "#8C8C8C")
 
 
 @dataclass(frozen=True)
-class RuledOut:
-    """A configuration that needs too much memory.
-
-    Args:
-        configuration: what.
-        bytes: that a rank needs at least, with a sharded optimizer and recomputation.
-    """
-
-    configuration: Configuration
-    bytes: float
-
-
-@dataclass(frozen=True)
 class SearchResult:
     """The best configurations.
 
     Args:
         choices: the best, fastest first.
-        ruled_out: what does not fit into the memory, the smallest first.
+        ruled_out: what does not fit into the memory, with the bytes that a rank needs at least, the smallest first.
         considered: how many configurations there are.
         simulated: how many of them were simulated; the bounds of the others were too high.
         seconds: that the search took.
@@ -41,7 +28,7 @@ class SearchResult:
     """
 
     choices: tuple[Prediction, ...]
-    ruled_out: tuple[RuledOut, ...]
+    ruled_out: tuple[tuple[float, Configuration], ...]
     considered: int
     simulated: int
     seconds: float
@@ -82,8 +69,8 @@ class SearchResult:
         if self.limit is not None:
             out = f"{len(self.ruled_out)} of those looked at do not fit into {memory(self.limit)}"
             if self.ruled_out:
-                small = self.ruled_out[0]
-                out += f"; the smallest of them, {small.configuration.label}, needs {memory(small.bytes)}"
+                needed, small = self.ruled_out[0]
+                out += f"; the smallest of them, {small.label}, needs {memory(needed)}"
             facts.append(out)
         return [*facts, "all figures are predicted; shares are those of the time, memory is the most on a rank"]
 

@@ -136,6 +136,12 @@ class Family(ABC):
         Raises:
             ScheduleError: the numbers do not fit together.
         """
+        schedule = self.unchecked(ranks, micro_batches, stages)
+        schedule.validate()
+        return schedule
+
+    def unchecked(self, ranks: int, micro_batches: int, stages: int | None = None) -> Schedule:
+        """As `build`, for who looks at many schedules and runs none of them."""
         given = {} if stages is None else {"stages": stages}
         check_counts(f"Schedule {self.name!r}", ranks=ranks, micro_batches=micro_batches, **given)
         family, coarse = self.placed(ranks, stages)
@@ -163,9 +169,7 @@ class Family(ABC):
             micro_batches=micro_batches,
             options=family.options(),
         )
-        schedule = replace(schedule, versions=family.versions(schedule))
-        schedule.validate()
-        return schedule
+        return replace(schedule, versions=family.versions(schedule))
 
 
 def check_counts(who: str, **counts: object) -> None:
