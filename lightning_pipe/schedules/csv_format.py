@@ -14,6 +14,8 @@ from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.schedules.ir import Schedule
 
 _CELL = re.compile(r"(\d+)([A-Z]+)(\d+)(?:@(\d+))?")
+_INSERTED = re.compile(r"\d+(?:(?:UN|RE)SHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d+)")
+"""What torch's files may have besides; here messages and reductions follow from the order of the rest."""
 _BLOCK = re.compile(rf"\((.*)\)(?:{OVERLAP}|{JOINT_FORWARD})")
 _KINDS = {kind.value: kind for kind in COMPUTE}
 
@@ -24,7 +26,7 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
 
 
 def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
-    """Read a schedule that :meth:`Schedule.to_csv` or torch wrote; empty cells (idle) are skipped.
+    """Read a schedule that :meth:`Schedule.to_csv` or torch wrote; cells that are no computation are skipped.
 
     Args:
         path: the file.
@@ -46,7 +48,7 @@ def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
 
 
 def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
-    """The actions of one rank; empty cells are skipped, those of a cell with two are joined.
+    """The computations of one rank; other cells are skipped, those of a cell with two are joined.
 
     Example:
         >>> print(*parse_row(["2F0", "", "2B0@1", "(3F1;2B0)OVERLAP_F_B"]))
@@ -54,8 +56,10 @@ def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
     """
     actions = []
     for column, cell in enumerate(map(str.strip, cells), start=1):
+        if not cell or _INSERTED.fullmatch(cell):
+            continue
         block = _BLOCK.fullmatch(cell)
-        for place, part in enumerate(block[1].split(";") if block else [cell] * bool(cell)):
+        for place, part in enumerate(block[1].split(";") if block else [cell]):
             match = _CELL.fullmatch(part.strip())
             if match is None or match[2] not in _KINDS:
                 raise ScheduleError(

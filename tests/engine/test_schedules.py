@@ -116,7 +116,7 @@ def test_recomputation_equals_one_device(family: Family, recompute: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 3, 8, 16, 17])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8, 16, 17])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("family", list(families()), ids=label)
 def test_equals_one_device_everywhere(family: Family, ranks: int, micro_batches: int) -> None:
@@ -265,7 +265,9 @@ def test_a_schedule_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:.*has no order of its own")
-@pytest.mark.parametrize("name", ["LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "name", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
 def test_a_file_that_torch_would_dump_runs(name: str, tmp_path: Path) -> None:
     with open(tmp_path / f"{name}.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows(name, 2, 6))

@@ -42,7 +42,7 @@ def test_idle_cells_spaces_and_split_backwards_are_read(tmp_path: Path) -> None:
     [
         ("0F0,0B0\n1F0,1X0\n", r"row 2, column 2: '1X0' is not an action"),
         ("0F0,0F1X\n", r"row 1, column 2: '0F1X' is not an action"),
-        ("0F0,0SEND_F0\n", "kinds are B, F, I, R"),
+        ("0F0,0SEND_X0\n", "kinds are B, F, I, R"),
         ("0F0\n1F0,1B0\n", "never runs B or I of micro-batch 0 at stage 0"),
         ("", "no actions"),
     ],

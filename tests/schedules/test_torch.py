@@ -63,7 +63,13 @@ def test_the_same_order(make: Any, name: str, first: Callable[[int], int], step:
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("ZBVZeroBubble", (1, 6)), ("DualPipeV", (1, 6)), ("LoopedBFS", (1, 5)), ("InterleavedZeroBubble", (1, 5))],
+    [
+        ("ZBVZeroBubble", (1, 6)),
+        ("DualPipeV", (1, 6)),
+        ("LoopedBFS", (1, 5)),
+        ("Interleaved1F1B", (1, 5)),
+        ("InterleavedZeroBubble", (1, 5)),
+    ],
 )
 def test_a_file_dumped_by_torch_runs_here(name: str, stages: tuple[int, int], tmp_path: Path) -> None:
     with open(tmp_path / "dumped.csv", "w", newline="") as file:
@@ -71,6 +77,18 @@ def test_a_file_dumped_by_torch_runs_here(name: str, stages: tuple[int, int], tm
     schedule = read_csv(tmp_path / "dumped.csv")
     assert (schedule.ranks, schedule.stages, schedule.micro_batches) == (4, 8, 8)
     assert schedule.stages_of(1) == stages
+
+    computed = {
+        rank: [theirs._Action.from_str(cell) for cell in row if cell] for rank, row in enumerate(rows(name, 4, 8))
+    }
+    ranks = {stage: schedule.rank_of(0, stage) for stage in range(8)}
+    whole = theirs._add_send_recv(
+        {rank: theirs._add_unshard_reshard(actions) for rank, actions in computed.items()}, ranks.__getitem__, 8
+    )
+    with open(tmp_path / "dumped.csv", "w", newline="") as file:
+        csv.writer(file).writerows([*map(str, actions), f"{rank}REDUCE_GRAD"] for rank, actions in whole.items())
+    assert {"0UNSHARD", "0RESHARD", "0SEND_F0", "0RECV_B0"} <= set(map(str, whole[0]))
+    assert read_csv(tmp_path / "dumped.csv") == schedule
 
 
 @pytest.mark.parametrize(
