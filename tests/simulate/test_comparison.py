@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.simulate import Comparison, Costs, compare, simulate, table
+from lightning_pipe.simulate.style import percent
 
 
 def rows_of(**arguments: object) -> dict[str, Comparison]:
@@ -76,3 +79,13 @@ def test_what_cannot_be_built_says_why() -> None:
 def test_costs_by_stage_need_a_number_of_stages() -> None:
     with pytest.raises(ScheduleError, match="different numbers of stages"):
         compare(4, 8, costs=Costs(forward=[1, 1, 1, 1]))
+
+
+def test_the_table_of_the_docs_has_these_bubbles() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    rows = dict(re.findall(r'^\| `"(\w+)"`[^|]*\|[^|]*\| ([\d.]+ %) \|', text, re.MULTILINE))
+    assert {schedules.get(name).name for name in rows} == set(schedules.names())
+    assert {"vhalf", "vmin", "zero_bubble_v"} <= set(rows)
+    for name, bubble in rows.items():
+        timeline = simulate(schedules.get(name).build(4, 8))
+        assert bubble == percent(timeline.bubble_ratio if timeline.synchronous else 0), name
