@@ -20,7 +20,7 @@ BUDGET = {
     "trainer": 8990,
     "intercept": 8080,
     "engine": 4790,
-    "schedules": 3490,
+    "schedules": 3430,
     "transport": 2890,
     "planning": 3000,
     "parameters": 2090,

@@ -295,13 +295,6 @@ def versions_after(schedule: Schedule, rank: int) -> dict[int, tuple[int, int]]:
     return found
 
 
-def live_versions(schedule: Schedule, rank: int) -> int:
-    """The most versions of a stage's weights on a rank: from the oldest still needed after a step to the newest."""
-    order = schedule.actions[rank]
-    held = versions_after(schedule, rank)
-    return max((held[index][1] for index, action in enumerate(order) if action.kind is Kind.STEP), default=1)
-
-
 NOMINAL: dict[Kind, Number] = {
     Kind.FORWARD: 2,
     Kind.BACKWARD: 4,

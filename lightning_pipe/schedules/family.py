@@ -64,8 +64,9 @@ class Family(ABC):
     @property
     def label(self) -> str:
         """The name, and the options that are not the default."""
-        changed = (option for option in fields(self) if getattr(self, option.name) != option.default)
-        return " ".join([self.name, *(f"{option.name}={getattr(self, option.name)}" for option in changed)])
+        own = type(self)
+        changed = (f"{name}={value}" for name, value in self.options().items() if value != getattr(own, name, None))
+        return " ".join([self.name, *changed])
 
     def variants(self) -> tuple[Family, ...]:
         """The family with all options that a comparison of schedules shows."""

@@ -10,7 +10,7 @@ from os import PathLike
 
 from lightning_pipe.schedules.action import Action, Kind, Placement, cells
 from lightning_pipe.schedules.check import check
-from lightning_pipe.schedules.dependencies import live_versions
+from lightning_pipe.schedules.dependencies import versions_after
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ class Schedule:
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """For every rank the most versions of one stage's weights that it holds at once."""
-        return tuple(live_versions(self, rank) for rank in range(self.ranks))
+        return tuple(
+            max((held for _, held in versions_after(self, rank).values()), default=1) for rank in range(self.ranks)
+        )
 
     def rank_of(self, pipe: int, stage: int) -> int:
         """The rank that computes ``stage`` for the micro-batches of ``pipe``."""

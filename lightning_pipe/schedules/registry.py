@@ -134,11 +134,6 @@ class FromFunction(Family):
         """The registered name."""
         return self.title
 
-    @property
-    def label(self) -> str:
-        """The registered name and all arguments."""
-        return " ".join([self.title, *(f"{name}={value}" for name, value in self.arguments)])
-
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """What the function returns."""
         return self.function(ranks, micro_batches, **dict(self.arguments))

@@ -30,17 +30,9 @@ class BitPipe(Family):
     """
 
     name: ClassVar[str] = "bitpipe"
+    stages_per_rank: ClassVar[int] = 2
+    pipes: ClassVar[int] = 2
     mirrored: ClassVar[bool] = True
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Two, in each direction."""
-        return 2
-
-    @property
-    def pipes(self) -> int:
-        """One that begins downwards, one that begins upwards."""
-        return 2
 
     def published(self, ranks: int, micro_batches: int) -> int:
         """Multiples of the ranks."""

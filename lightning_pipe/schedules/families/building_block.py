@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from lightning_pipe.schedules.action import Action, Kind
-from lightning_pipe.schedules.dependencies import Result, local_need, remote_need, result_of
+from lightning_pipe.schedules.dependencies import Result, held, local_need, remote_need, result_of
 from lightning_pipe.schedules.family import Orders
 
 Offsets = tuple[int, int, int, int]
@@ -59,7 +59,7 @@ def repeated(block: Callable[[int, int], Offsets], ranks: int, micro_batches: in
         1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
     """
     rows = [_Row(_repeat(block(ranks, rank), ranks, rank, micro_batches), ranks) for rank in range(ranks)]
-    limit = max(row.peak() for row in rows)
+    limit = max(held(row.left for row in rows))
     done: set[Result | None] = {None}
     while any(row.left for row in rows):
         taken = [action for row in rows for action in row.take(done, limit)]
@@ -97,14 +97,6 @@ class _Row:
         self.held = 0
         self.downwards = sum(map(self._is_downwards, self.left))
 
-    def peak(self) -> int:
-        """The most stage-micro-batches that the row holds in the order of the block."""
-        held = most = 0
-        for action in self.left:
-            held += _CHANGES.get(action.kind, 0)
-            most = max(most, held)
-        return most
-
     def take(self, done: Container[Result | None], limit: int) -> Sequence[Action]:
         """The pass that runs next, if one can."""
         index = self._next(done, limit)
@@ -121,13 +113,13 @@ class _Row:
 
     def _next(self, done: Container[Result | None], limit: int) -> int | None:
         weight = None
-        most = held = self.held
+        most = later = self.held
         for index, action in enumerate(self.left):
             fits = action.kind is not Kind.FORWARD or most < limit
             if fits and local_need(action) in done and remote_need(action, 2 * self.ranks) in done:
                 if self.downwards or action.kind is not Kind.BACKWARD_WEIGHT:
                     return index
                 weight = index if weight is None else weight
-            held += _CHANGES.get(action.kind, 0)
-            most = max(most, held)
+            later += _CHANGES.get(action.kind, 0)
+            most = max(most, later)
         return weight

@@ -28,12 +28,8 @@ class DualPipe(Family):
     """
 
     name: ClassVar[str] = "dualpipe"
+    pipes: ClassVar[int] = 2
     mirrored: ClassVar[bool] = True
-
-    @property
-    def pipes(self) -> int:
-        """One down, one up."""
-        return 2
 
     def published(self, ranks: int, micro_batches: int) -> int:
         """As many for each direction, at least twice as many as ranks."""

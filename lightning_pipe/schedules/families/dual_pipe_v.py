@@ -27,11 +27,7 @@ class DualPipeV(Family):
     """
 
     name: ClassVar[str] = "dualpipev"
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Two."""
-        return 2
+    stages_per_rank: ClassVar[int] = 2
 
     def published(self, ranks: int, micro_batches: int) -> int:
         """At least as many as stages."""

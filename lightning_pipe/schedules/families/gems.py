@@ -28,11 +28,7 @@ class GEMS(Family):
     """
 
     name: ClassVar[str] = "gems"
-
-    @property
-    def pipes(self) -> int:
-        """One down, one up."""
-        return 2
+    pipes: ClassVar[int] = 2
 
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """One micro-batch after the other; even ones go down (pipe 0), odd ones up (pipe 1)."""
