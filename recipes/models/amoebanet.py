@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -175,18 +175,18 @@ class AmoebaNet(nn.Module):
         stem = filters // 4 if wiring == "torchgpipe" else TPU_STEM
         self.layers = nn.ModuleList([Stem(stem, wiring, norm)])
         before, last, reduced = stem, stem, False
-        for place in _plan(layers, filters, wiring):
+        for width, reduction in _plan(layers, filters, wiring):
             cell = Cell(
                 genotype,
                 (last, before),
-                place.filters,
-                reduction=place.reduction,
+                width,
+                reduction=reduction,
                 reduced_before=reduced,
                 norm=norm,
                 align=wiring == "torchgpipe" or len(self.layers) > 1,
             )
             self.layers.append(cell)
-            before, last, reduced = last, place.filters * len(cell.output), place.reduction
+            before, last, reduced = last, width * len(cell.output), reduction
         self.layers.append(Classifier(last, classes, dropout))
         self.auxiliary_head: AuxiliaryHead | None = None
         self.auxiliary_after = len(self.layers) - 3 - layers // 3  # the last cell before the last reduction
@@ -215,22 +215,16 @@ class AmoebaNet(nn.Module):
         return state if auxiliary is None else (state, auxiliary)
 
 
-class _Place(NamedTuple):
-    """A cell's place in the network."""
-
-    filters: int
-    reduction: bool
-
-
-def _plan(layers: int, filters: int, wiring: Wiring) -> Iterator[_Place]:
+def _plan(layers: int, filters: int, wiring: Wiring) -> Iterator[tuple[int, bool]]:
+    """For each cell its filters, and whether it halves the image."""
     first = filters // 2 if wiring == "torchgpipe" else filters // 4
-    yield _Place(first, reduction=True)
-    yield _Place(2 * first, reduction=True)
+    yield first, True
+    yield 2 * first, True
     for group in range(3):
         if group:
-            yield _Place(filters << group, reduction=True)
+            yield filters << group, True
         for _ in range(layers // 3):
-            yield _Place(filters << group, reduction=False)
+            yield filters << group, False
 
 
 def _side(image: int, wiring: Wiring) -> int:
