@@ -6,7 +6,7 @@ One hop over a boundary, from the rank that computed a tensor to the rank that n
     ------                                 ------                                  ------
     send_parts(layout, control, tensors)                                           receive_parts(layout) posts a receive
     (1) no free buffer of this size:
-        make memory, seal it, map it ----> MEMORY, number, size, descriptor ->     (2) maps the same memory
+        make memory, map it -------------> MEMORY, number, size, descriptor ->     (2) maps the same memory
     (3) layout.write copies into it
               +----------------------------- buffer 5 -----------------------------+
               | control words | tensor | tensor | ...            (unused to 2^n)   |
@@ -17,12 +17,11 @@ One hop over a boundary, from the rank that computed a tensor to the rank that n
 
 (1) A buffer belongs to the process that made it, which alone writes to it and alone gives it to a message. Buffers are
 made in files of up to 256, and none is ever given back to the system before the connection ends: a step needs the same
-ones again. (2) Both ends close the descriptor once they have mapped the memory. The seals keep the file from being cut
-off, which would kill a process that reads behind its end. (3) After the copy the sender may change its tensors, so a
-send is done when it returns. (4) If the socket is full a thread writes the packet later. (5) The packet may belong to
-another lane: it waits there for its receive. (6) The receiver's tensors have memory of their own, so nothing the user
-does with them keeps the buffer. (7) Numbers of buffers that were read travel with the next message the other way, or
-alone when there are 16 of them or 256 KiB: a lane may have no traffic the other way.
+ones again. (2) Both ends close the descriptor once they have mapped the memory. (3) After the copy the sender may
+change its tensors, so a send is done when it returns. (4) If the socket is full a thread writes the packet later. (5)
+The packet may belong to another lane: it waits there for its receive. (6) The receiver's tensors have memory of their
+own, so nothing the user does with them keeps the buffer. (7) Numbers of buffers that were read travel with the next
+message the other way, or alone when there are 16 of them or 256 KiB: a lane may have no traffic the other way.
 
 A process that ends closes its socket. The other end still reads what was announced before, then its `wait` raises.
 

@@ -222,7 +222,6 @@ class SharedMemoryPeer:
             if data and not descriptors:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             for descriptor in descriptors:
-                _check_seals(descriptor)
                 self._mapped += Buffer.map(number, size, descriptor)
         except OSError as error:
             self._reason = _with_limit(error)
@@ -298,27 +297,13 @@ class SharedMemoryPeer:
 
 
 def _memory_file(size: int) -> int:
-    """A file in memory whose size is fixed: a process that reads behind the end of a shortened file is killed."""
+    """A file in memory."""
     try:
-        descriptor = os.memfd_create("lightning-pipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create("lightning-pipe")
     except OSError as error:
         raise _with_limit(error) from None
     os.ftruncate(descriptor, size)
-    fcntl, seals = _seals()
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
-
-
-def _check_seals(descriptor: int) -> None:
-    fcntl, seals = _seals()
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & seals != seals:
-        raise ConnectionError("the peer could cut off the memory that it shares")
-
-
-def _seals() -> tuple[Any, int]:
-    import fcntl  # seals exist on Linux alone, as do files in memory
-
-    return fcntl, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _with_limit(error: OSError) -> OSError:

@@ -142,29 +142,6 @@ def test_no_descriptor_is_left_when_the_other_end_has_gone(pair: Pair) -> None:
         os.fstat(descriptor)
 
 
-def test_shared_memory_can_be_neither_cut_off_nor_enlarged() -> None:
-    descriptor = peer._memory_file(4096)
-    for size in (0, 8192):
-        with pytest.raises(PermissionError):
-            os.ftruncate(descriptor, size)
-    os.close(descriptor)
-
-
-def test_memory_that_could_be_cut_off_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = pair
-    monkeypatch.setattr(peer, "_memory_file", lambda size: unsealed(size))
-    posted = second.receive(message(0, 8), 0)
-    first.send(message(1, 8), 0)
-    with pytest.raises(ConnectionError, match="could cut off the memory"):
-        second.wait(posted)
-
-
-def unsealed(size: int) -> int:
-    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, size)
-    return descriptor
-
-
 def test_a_receiver_that_may_open_no_more_files_says_so(pair: Pair) -> None:
     first, second = pair
     first.send(message(1, 8), 0)
@@ -179,16 +156,6 @@ def test_a_receiver_that_may_open_no_more_files_says_so(pair: Pair) -> None:
             second.send(message(1, 8), 0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_processes_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    assert rendezvous._same_user(one)
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert not rendezvous._same_user(other)
-    one.close()
-    other.close()
 
 
 def test_shutdown_wakes_both_ends(pair: Pair) -> None:
