@@ -68,45 +68,6 @@ Logged = dict[int, dict[LogKey, LogEntry]]
 
 
 @dataclass
-class Number:
-    """A number of some micro-batches, merged in every way that `reduce_fx` may ask for.
-
-    Args:
-        weighted: the sum of value x weight.
-        weight: the sum of the weights.
-        total: the sum of the values.
-        least: the smallest value.
-        most: the largest value.
-    """
-
-    weighted: float
-    weight: float
-    total: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, value: float, weight: float) -> Number:
-        """The number of one micro-batch."""
-        return cls(value * weight if weight else 0.0, weight, value, value, value)
-
-    def merge(self, other: Number) -> None:
-        """Add other micro-batches."""
-        self.weighted += other.weighted
-        self.weight += other.weight
-        self.total += other.total
-        lost = math.isnan(self.least) or math.isnan(other.least)
-        self.least = math.nan if lost else min(self.least, other.least)
-        self.most = math.nan if lost else max(self.most, other.most)
-
-    def result(self, reduction: str) -> float:
-        """The number for all of them."""
-        if reduction == "mean":
-            return self.weighted / self.weight if self.weight else self.weighted
-        return {"sum": self.total, "min": self.least, "max": self.most}[reduction]
-
-
-@dataclass
 class Merged:
     """What some micro-batches logged under one key.
 
@@ -116,9 +77,9 @@ class Merged:
         options: the other arguments of ``log``.
         dtype: of the values; ``None`` for a metric without a value.
         reduction: how the values of micro-batches make that of the batch: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``.
-        number: the values of the micro-batches.
+        values: of the micro-batches.
+        weights: of the values in a mean.
         is_loss: whether each of them was the loss of its micro-batch.
-        micro_batches: number of micro-batches behind the value.
     """
 
     key: LogKey
@@ -126,25 +87,32 @@ class Merged:
     options: dict[str, Any]
     dtype: torch.dtype | None
     reduction: str
-    number: Number
+    values: list[float]
+    weights: list[float]
     is_loss: bool = False
-    micro_batches: int = 1
 
     @property
     def result(self) -> float:
         """The value for all of them."""
-        return self.number.result(self.reduction)
+        if self.reduction == "mean":
+            pairs = zip(self.values, self.weights, strict=True)
+            return sum(value * weight for value, weight in pairs if weight) / (self.weight or 1.0)
+        if self.reduction == "sum":
+            return sum(self.values)
+        if any(map(math.isnan, self.values)):
+            return math.nan
+        return min(self.values) if self.reduction == "min" else max(self.values)
 
     @property
     def weight(self) -> float:
         """Samples behind the value."""
-        return self.number.weight
+        return sum(self.weights)
 
     def merge(self, other: Merged) -> None:
         """Add what other micro-batches logged."""
-        self.number.merge(other.number)
+        self.values += other.values
+        self.weights += other.weights
         self.is_loss &= other.is_loss
-        self.micro_batches += other.micro_batches
 
 
 @dataclass
@@ -213,7 +181,7 @@ class Log:
         for one in merged:
             module: Any = self.module.get_submodule(one.key.module)
             options = dict(one.options)
-            partial = one.micro_batches < micro_batches or not own_batch
+            partial = len(one.values) < micro_batches or not own_batch
             if options.get("batch_size") is not None or (
                 partial and _reduction(options.get("reduce_fx", "mean")) == "mean"
             ):
@@ -293,10 +261,8 @@ def combine(merged: Iterable[Merged]) -> list[Merged]:
     """Merge what was logged under the same key."""
     result: dict[LogKey, Merged] = {}
     for one in merged:
-        if one.key in result:
-            result[one.key].merge(one)
-        else:
-            result[one.key] = one
+        if (known := result.setdefault(one.key, one)) is not one:
+            known.merge(one)
     return list(result.values())
 
 
@@ -304,11 +270,8 @@ def _single(key: LogKey, entry: LogEntry, samples: float, loss: float | None, va
     given = entry.options.get("batch_size")
     weight = float(samples if given is None else given)
     dtype = None if entry.value is None else entry.value.dtype if entry.value.is_floating_point() else _default_dtype()
-    return Merged(key, entry.metric, entry.options, dtype, _rule(entry), Number.of(value, weight), value == loss)
-
-
-def _rule(entry: LogEntry) -> str:
-    return "mean" if entry.metric else _reduction(entry.options.get("reduce_fx", "mean"))
+    reduction = "mean" if entry.metric else _reduction(entry.options.get("reduce_fx", "mean"))
+    return Merged(key, entry.metric, entry.options, dtype, reduction, [value], [weight], value == loss)
 
 
 def single_value(value: Any) -> Tensor | None:

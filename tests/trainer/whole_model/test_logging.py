@@ -80,7 +80,7 @@ def test_values_logged_by_some_micro_batches_alone() -> None:
     calls = [[("x", 1.0, {})], [("y", 4.0, {})], [("x", 3.0, {})]]
     merged = {one.key.name: one for one in merge(recorded(calls), [2, 2, 2])}
     assert merged["x"].result == 2.0
-    assert (merged["x"].micro_batches, merged["x"].weight) == (2, 4)
+    assert (merged["x"].values, merged["x"].weight) == ([1.0, 3.0], 4)
 
 
 def test_a_name_logged_twice_stays_two_calls() -> None:
