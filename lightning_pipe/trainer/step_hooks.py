@@ -12,8 +12,9 @@ What a layer registers in its own forward pass stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -31,40 +32,43 @@ _KINDS = (
 )
 
 
-class _Entry(NamedTuple):
-    """What a handle stands for in one table of a module, and whether it came before older hooks."""
+class Registered(NamedTuple):
+    """A hook that a step has registered.
 
-    table: MutableMapping[int, Any]
-    key: int
-    value: Any
-    first: bool
+    Args:
+        handle: removes it.
+        again: registers it anew.
+    """
 
-    def put_back(self) -> None:
-        self.table[self.key] = self.value
-        if self.first:
-            self.table.move_to_end(self.key, last=False)  # type: ignore[attr-defined]
+    handle: RemovableHandle
+    again: Callable[[], RemovableHandle]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has removed it."""
+        return self.handle.id in (self.handle.hooks_dict_ref() or ())
 
 
 class HooksOfBatch:
     """The hooks that the runs of one batch's step have registered on this rank."""
 
     def __init__(self) -> None:
-        self._complete: list[list[RemovableHandle]] = []
-        self._removed: list[list[_Entry]] = []
+        self._complete: list[list[Registered]] = []
+        self._removed: list[Registered] = []
 
-    def end_run(self, handles: list[RemovableHandle], *, complete: bool) -> None:
+    def end_run(self, hooks: list[Registered], *, complete: bool) -> None:
         """A run is over; what it has registered is removed if it does not count."""
         if complete:
-            self._complete.append(handles)
-        else:
-            self._removed = [_removed(handle) for handle in handles]
+            self._complete.append(hooks)
+            return
+        self._removed = hooks
+        for hook in hooks:
+            hook.handle.remove()
 
     def left(self) -> tuple[int, ...]:
         """The hooks that are still there, by their places among all that the run has registered."""
-        for handles in self._complete:
-            if left := tuple(place for place, handle in enumerate(handles) if _entries(handle)):
-                return left
-        return ()
+        found = (tuple(place for place, hook in enumerate(hooks) if hook.is_there) for hooks in self._complete)
+        return next(filter(None, found), ())
 
     def put_back(self, left: Sequence[int]) -> None:
         """Have the hooks on this rank that the complete run has left on another one.
@@ -84,8 +88,7 @@ class HooksOfBatch:
                 hint="Register hooks that stay in setup or configure_model.",
             )
         for place in left:
-            for entry in self._removed[place]:
-                entry.put_back()
+            self._removed[place].again()
 
 
 class StepHooks:
@@ -99,7 +102,7 @@ class StepHooks:
     def __init__(self, module: nn.Module, computing: Callable[[], bool]) -> None:
         self._modules = {id(part) for part in module.modules()}
         self._computing = computing
-        self._noted: list[RemovableHandle] | None = None
+        self._noted: list[Registered] | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -114,7 +117,7 @@ class StepHooks:
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:
             handle = register(module, *args, **kwargs)
             if self._noted is not None and id(module) in self._modules and not self._computing():
-                self._noted.append(handle)
+                self._noted.append(Registered(handle, partial(register, module, *args, **kwargs)))
             return handle
 
         return noting
@@ -127,7 +130,7 @@ class StepHooks:
             batch: its batch.
             complete: asked behind it whether it counts.
         """
-        noted: list[RemovableHandle] = []
+        noted: list[Registered] = []
         self._noted = noted
         try:
             yield
@@ -135,18 +138,3 @@ class StepHooks:
             self._noted = None
             if noted:
                 batch.end_run(noted, complete=complete())
-
-
-def _entries(handle: RemovableHandle) -> list[_Entry]:
-    tables = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
-    return [
-        _Entry(table, handle.id, table[handle.id], len(table) > 1 and next(iter(table)) == handle.id)
-        for table in tables
-        if table is not None and handle.id in table
-    ]
-
-
-def _removed(handle: RemovableHandle) -> list[_Entry]:
-    entries = _entries(handle)
-    handle.remove()
-    return entries
