@@ -11,6 +11,8 @@ import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from lightning_pipe.transport.base import Transport
 _OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length", "_compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
+_END = object()
 
 
 class SharedDataLoader:
@@ -87,8 +90,70 @@ class SharedDataLoader:
         return self._transport.broadcast_object(message, self._source, self._members)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = _LoadingIterator(self) if self.loads else _ReceivingIterator(self)
+        batches = self._load() if self.loads else self._follow()
         return batches if self._compare is None else self._compared(batches)
+
+    def _load(self) -> Iterator[Any]:
+        """Iterate the loader, and send its batches."""
+        iterator = self._send(lambda: (iter(self.loader), "start", sized_len(self.loader), None))
+        vars(self)["_length"] = sized_len(self.loader)
+        return self._loaded(iterator)
+
+    def _loaded(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for number in count():
+            if (batch := self._send(partial(self._next, iterator, number))) is _END:
+                return
+            yield batch
+
+    def _next(self, iterator: Iterator[Any], number: int) -> tuple[Any, ...]:
+        """The next batch, and what is to be sent of it: its places in the dataset, too, where a prediction asks."""
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return _END, "stop", None, None
+        sampler = getattr(self.loader, "batch_sampler", None)
+        # worker processes are ahead of the batch that is due
+        indices = sampler.seen_batch_indices[number] if isinstance(sampler, IndexBatchSampler) else None
+        return batch, "batch", batch, indices
+
+    def _send(self, load: Callable[[], tuple[Any, ...]]) -> Any:
+        """Send what some code loads, or its error, with the random states that it changes; returns the first item."""
+        before = _random_states()
+        try:
+            result, *message = load()
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)).rstrip()
+            with suppress(CommunicationError):  # the loader's own error is what counts
+                self.share(("error", text, None, None))
+            raise
+        changed = {name: state for name, state in _random_states().items() if not same_content(state, before[name])}
+        self.share((*message, changed))
+        return result
+
+    def _follow(self) -> Iterator[Any]:
+        """Receive the batches of the process that loads."""
+        _, vars(self)["_length"], _ = self._receive()
+        sampler = getattr(self.loader, "batch_sampler", None)
+        if not isinstance(sampler, IndexBatchSampler):
+            return self._received([])
+        sampler.seen_batch_indices = []
+        return self._received(sampler.seen_batch_indices)
+
+    def _received(self, seen: list[Any]) -> Iterator[Any]:
+        # as where it was loaded, or the host would wait for its way to the device
+        pins = getattr(self.loader, "pin_memory", False) and self._transport.device.type == "cuda"
+        while (message := self._receive())[0] != "stop":
+            _, batch, indices = message
+            if indices is not None:
+                seen.append(indices)
+            yield tree_map(_pinned, batch) if pins else batch
+
+    def _receive(self) -> tuple[str, Any, Any]:
+        what, content, indices, states = self.share(None)
+        if what == "error":
+            raise CommunicationError(f"Loading failed on {self._transport.describe(self._source)}:\n{content}")
+        _set_random_states(states)
+        return what, content, indices
 
     def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
         number = 0
@@ -111,89 +176,6 @@ class SharedDataLoader:
             vars(self)[name] = value
         else:
             setattr(self.loader, name, value)
-
-
-class _LoadingIterator(Iterator[Any]):
-    """Iterates the loader and sends its batches."""
-
-    def __init__(self, shared: SharedDataLoader) -> None:
-        self._shared = shared
-        self._count = 0
-        with _Sending(shared) as sending:
-            self._iterator = iter(shared.loader)
-            shared._length = sized_len(shared.loader)
-            sending.message = ("start", shared._length, None)
-
-    def __next__(self) -> Any:
-        with _Sending(self._shared) as sending:
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                sending.message = ("stop", None, None)
-                raise
-            sending.message = ("batch", batch, self._indices())
-        self._count += 1
-        return batch
-
-    def _indices(self) -> Any:
-        """The batch's places in the dataset, which Lightning keeps track of while predicting."""
-        sampler = getattr(self._shared.loader, "batch_sampler", None)
-        if not isinstance(sampler, IndexBatchSampler):
-            return None
-        # worker processes are ahead of the batch that is due
-        return sampler.seen_batch_indices[self._count]
-
-
-class _Sending:
-    """Sends a message when the code inside is done, or the error of that code."""
-
-    def __init__(self, shared: SharedDataLoader) -> None:
-        self._shared = shared
-        self.message: tuple[str, Any, Any] | None = None
-
-    def __enter__(self) -> _Sending:
-        self._before = _random_states()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self.message is None and isinstance(error, Exception):
-            text = "".join(traceback.format_exception(error)).rstrip()
-            with suppress(CommunicationError):  # the loader's own error is what counts
-                self._shared.share(("error", text, None, None))
-        elif self.message is not None:
-            after = _random_states()
-            changed = {name: state for name, state in after.items() if not same_content(state, self._before[name])}
-            self._shared.share((*self.message, changed))
-
-
-class _ReceivingIterator(Iterator[Any]):
-    """Receives the batches of the process that loads."""
-
-    def __init__(self, shared: SharedDataLoader) -> None:
-        self._shared = shared
-        _, shared._length, _ = self._receive()
-        sampler = getattr(shared.loader, "batch_sampler", None)
-        self._sampler = sampler if isinstance(sampler, IndexBatchSampler) else None
-        if self._sampler is not None:
-            self._sampler.seen_batch_indices = []
-
-    def __next__(self) -> Any:
-        what, batch, indices = self._receive()
-        if what == "stop":
-            raise StopIteration
-        if self._sampler is not None and indices is not None:
-            self._sampler.seen_batch_indices.append(indices)
-        if getattr(self._shared.loader, "pin_memory", False) and self._shared._transport.device.type == "cuda":
-            return tree_map(_pinned, batch)  # as where it was loaded, or the host would wait for its way to the device
-        return batch
-
-    def _receive(self) -> tuple[str, Any, Any]:
-        what, content, indices, states = self._shared.share(None)
-        if what == "error":
-            name = self._shared._transport.describe(self._shared._source)
-            raise CommunicationError(f"Loading failed on {name}:\n{content}")
-        _set_random_states(states)
-        return what, content, indices
 
 
 def _pinned(leaf: Any) -> Any:
