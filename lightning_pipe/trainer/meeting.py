@@ -59,23 +59,23 @@ class Meetings:
             self._transport.waiting = before
 
     def _meet(self, what: str, key: str) -> None:
-        store = self._board.store
-        store.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
+        board = self._board
+        board.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
         keys = [f"{key}{process}" for process in self._processes]
         start = looked = time.monotonic()
         pause = _SOON
         before: dict[int, str | None] = {}
-        while (found := store.noted_by_all(keys)) is None:
+        while not board.has_noted(keys):
             if time.monotonic() - looked > SETTLED / 2:
                 looked = time.monotonic()
-                self._compare(what, [store.noted(name) for name in keys])
+                self._compare(what, [board.noted(name) for name in keys])
                 before = self._look_for(what, keys, before)
             time.sleep(pause)
             pause = min(1.2 * pause, _LATE)
             late = time.monotonic() - start > self._transport.timeout.total_seconds()
-            if self._board.failed or late:
-                raise self._transport.error(f"do {what} together", None, timed_out=not self._board.failed)
-        self._compare(what, found)
+            if board.failed or late:
+                raise self._transport.error(f"do {what} together", None, timed_out=not board.failed)
+        self._compare(what, [board.noted(name) for name in keys])
 
     def _compare(self, what: str, entries: Sequence[str | None]) -> None:
         """Raise if another process does something else."""
@@ -95,11 +95,11 @@ class Meetings:
             keys: under which the processes enter that they come.
             before: what was noted at the last look.
         """
-        store = self._board.store
-        missing = [process for process in self._processes if store.noted(keys[process]) is None]
+        board = self._board
+        missing = [process for process in self._processes if board.noted(keys[process]) is None]
         if missing and self._gone():
             raise _alone(f"{what} is called on {self._name} after another process has ended.")
-        waits = {process: store.noted(f"waits/{process}") for process in missing}
+        waits = {process: board.noted(f"waits/{process}") for process in missing}
         if waits and all(note and before.get(process) not in (None, "", note) for process, note in waits.items()):
             where = "; ".join(f"{self._transport.describe(process)} {note}" for process, note in waits.items())
             raise _alone(f"{what} is called on {self._name}, and not on all others: {where}.")

@@ -18,8 +18,7 @@ from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.trainer.signals import ENDINGS, Signals
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.failures import joined_threads
-from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.failures.store import Kind
+from lightning_pipe.transport.failures.board import FailureBoard, Kind
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.children import is_child
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.failures.store import Kind
+from lightning_pipe.transport.failures.board import Kind
 
 ENDINGS: dict[Kind, type[BaseException]] = {"asked": SIGTERMException, "interrupted": KeyboardInterrupt}
 """What is raised in processes that are told to end, by how the failure board calls it."""

@@ -139,7 +139,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "torch_distributed": "transport/test_transports",
         "work": "transport/test_transports",
     },
-    "transport/failures": {"store": "trainer/test_meeting", "watchdog": "transport/failures/test_board"},
+    "transport/failures": {"watchdog": "transport/failures/test_board"},
     "transport/shared_memory": {"rendezvous": "transport/shared_memory/test_peer"},
 }
 

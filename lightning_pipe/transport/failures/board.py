@@ -17,18 +17,20 @@ quotes the process that failed first.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.schedules import Action
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.failures.store import Failure, FailureStore, Kind
 from lightning_pipe.transport.failures.watchdog import Watchdog
 
 _LEFT = "No rank has said why: a process may have been killed (out of memory?) or have left without an error."
@@ -36,6 +38,29 @@ _GONE = "has ended without saying why, and the store with it: it may have been k
 _ASKED = "was asked to end by SIGTERM"
 _TOLD = {"asked": f"{_ASKED}.", "interrupted": "was interrupted (Ctrl-C)."}
 _HANG = "Each rank prints where it stands: look at one that computes, or at the first that waits for one that does not."
+
+Kind = Literal["error", "hang", "gone", "asked", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong first.
+
+    Args:
+        process: the process where it went wrong.
+        name: how messages name that process.
+        text: the traceback, where the process stands, or what is known about a process that says nothing itself.
+        kind: what kind of failure it is; a process that was asked to end, or interrupted, is at no fault.
+    """
+
+    process: int
+    name: str
+    text: str
+    kind: Kind = "error"
+
+    def __str__(self) -> str:
+        failed = f"failed first:\n{self.text}"
+        return f"{self.name.capitalize()} {failed if self.kind == 'error' else self.text}"
 
 
 class FailureBoard:
@@ -59,7 +84,8 @@ class FailureBoard:
         self.transport = transport
         self.patience = patience
         generation = store.add(f"lightning_pipe/boards/{transport.process}", 1)
-        self.store = FailureStore(store, f"lightning_pipe/board/{generation}")
+        # over a connection of its own: the process's other ones may be waiting
+        self._store = PrefixStore(f"lightning_pipe/board/{generation}", store.clone())  # type: ignore[attr-defined]
         self.noticed = threading.Event()
         self.handled = threading.Event()
         self.asked_to_end: float | None = None
@@ -181,8 +207,21 @@ class FailureBoard:
 
     def find_failure(self) -> Failure | None:
         """The first failure, if one is published."""
-        self.failure = self.failure or self.store.failure()
+        if self.failure is None and (text := self.noted("failure")) is not None:
+            self.failure = Failure(**json.loads(text))
         return self.failure
+
+    def note(self, key: str, text: str) -> None:
+        """Enter something under a name of its own."""
+        self._store.set(key, text)
+
+    def noted(self, key: str) -> str | None:
+        """What is entered under a name."""
+        return self._store.get(key).decode() if self.has_noted([key]) else None
+
+    def has_noted(self, keys: Sequence[str]) -> bool:
+        """Whether something is entered under all of some names."""
+        return bool(self._store.check(list(keys)))
 
     def await_failure(self, patience: float) -> Failure | None:
         """The first failure, if one is published within ``patience`` seconds."""
@@ -197,7 +236,8 @@ class FailureBoard:
         return f"has not come on since {since}, {seconds:.0f} s ago: {self._place()}"
 
     def _publish(self, text: str, kind: Kind) -> Failure | None:
-        self.store.publish(Failure(self.transport.process, self.transport.describe(), text, kind))
+        failure = Failure(self.transport.process, self.transport.describe(), text, kind)
+        self._store.compare_set("failure", "", json.dumps(asdict(failure)))
         return self.find_failure()
 
     def _place(self) -> str:

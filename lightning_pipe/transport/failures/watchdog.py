@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from lightning_pipe.transport.base import Message
 from lightning_pipe.transport.failures import joined_threads
-from lightning_pipe.transport.failures.store import Failure
 
 if TYPE_CHECKING:
-    from lightning_pipe.transport.failures.board import FailureBoard
+    from lightning_pipe.transport.failures.board import Failure, FailureBoard
 
 GRACE = 10.0
 """Seconds that a process which was asked to end waits for one message: who has asked (SLURM, torchrun) kills it 30 s
@@ -111,7 +110,7 @@ class Watchdog:
         note = f"waits to {waiting}, for {still:.2f} s" if waiting is not None and still > SETTLED else ""
         if note != self._noted:
             self._noted = note
-            self._board.store.note(f"waits/{self._board.transport.process}", note)
+            self._board.note(f"waits/{self._board.transport.process}", note)
 
     def _waits_though_asked(self) -> bool:
         asked, waits = self._board.asked_to_end, isinstance(self._board.transport.waiting, Message)
