@@ -63,7 +63,6 @@ NAMES = {
     "lightning.pytorch.core.mixins.hparams_mixin.HyperparametersMixin": {"_hparams_initial": _NOT_USERS},
     "lightning.pytorch.core.optimizer.LightningOptimizer": {"_optimizer": "the optimizer that it wraps"},
     "lightning.pytorch.trainer.trainer.Trainer": {
-        "_active_loop": f"found out anew whenever it is asked, ten times a batch; {_OWN}",
         "_checkpoint_connector": "see dump_checkpoint, around which what is in flight is drained",
         "_logger_connector": "logs the values of a batch that comes out of the pipeline later",
         "_signal_connector": "see its names",

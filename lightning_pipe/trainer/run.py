@@ -29,7 +29,6 @@ from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
 from lightning_pipe.planning.profile_store import ProfileStore
-from lightning_pipe.trainer.active_loop import active_loop_kept
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
@@ -129,7 +128,6 @@ class PipelineRun:
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._changed.enter_context(deciding_together(self._precision, self.pipeline))
         self._changed.enter_context(moved_once())
-        self._changed.enter_context(active_loop_kept())
         self._changed.enter_context(values_compared(self.pipeline))
         if fitting:
             self._changed.enter_context(self.loaders.order.kept())
