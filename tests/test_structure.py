@@ -17,7 +17,7 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "trainer": 8990,
+    "trainer": 8760,
     "intercept": 8080,
     "engine": 4790,
     "schedules": 3430,

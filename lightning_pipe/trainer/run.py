@@ -103,7 +103,7 @@ class PipelineRun:
         self.pipeline, self._late = pipeline, late
         self.report = report
         self.gradients = Gradients(module, pipeline, sharded)
-        self.loaders = Loaders(module, pipeline, world, self._broadcast)
+        self.loaders = Loaders(module, pipeline, world)
         self.streaming: Streaming | None = None
         self._module, self._world = module, world
         self._splitter = BatchSplitter(module, pipeline, world, splitting)
@@ -140,7 +140,8 @@ class PipelineRun:
         self._changed.enter_context(replaced(self._module, "_example_input_array", None))
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
-        self._step = UserStep(self._module, self.pipeline, self._world, metrics, self._splitter.options.loss_weight)
+        weight = self._splitter.options.loss_weight
+        self._step = UserStep(self._module, self.pipeline, self._world, metrics, self.loaders.channel, weight)
         # once for all batches: to put these in place takes as long as a small layer
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
@@ -149,15 +150,15 @@ class PipelineRun:
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
         self._output = TrainingOutput(self._module, self.pipeline.transport.device)
+        signals = trainer.strategy.processes.signals
+        stopping = Stopping(trainer, self._world, self.pipeline, signals, self.loaders.channel)
         if fitting and self.pipeline.asynchronous is not None:
             self._costs.warn_if_wanted()
-            self.streaming = Streaming(
-                self._module, self.pipeline, self._world, self._step, self._output, self.gradients
-            )
+            own = self._step, self._output, self.gradients, stopping
+            self.streaming = Streaming(self._module, self.pipeline, self._world, *own)
             self.streaming.begin()
             self._changed.callback(self.streaming.end)
         if fitting and self._world.layout.world_size > 1:
-            stopping = Stopping(trainer, self._world, self.pipeline, trainer.strategy.processes.signals)
             self._changed.enter_context(stopping.installed())
         if self._world.layout.world_size > 1:
             self._meet_before_dumps(trainer)
@@ -336,11 +337,3 @@ class PipelineRun:
         with streams.batch():
             streams.seed_user_code(0)
             yield
-
-    def _broadcast(self, obj: Any, source: int) -> Any:
-        """The object of one process, on all ranks of the pipeline."""
-        if self.streaming is not None and self._module.trainer.training:
-            # the rank with the last stage is calls ahead of the first stage, and must not wait for it
-            return self.streaming.broadcast(obj, source)
-        share = self._evaluations.share_batch if self._evaluations is not None else None
-        return (share or self.loaders.send)(obj, source)

@@ -22,10 +22,9 @@ import torch
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.broadcasts import ENDS
 from lightning_pipe.trainer.signals import Signals
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
+from lightning_pipe.transport.nonblocking_broadcast import ENDS, NonBlockingBroadcast
 
 _BITS = 3
 """A request to stop, to end by a signal, and to save and be requeued."""
@@ -39,16 +38,19 @@ class Stopping:
         world: the processes.
         pipeline: the module over the ranks.
         signals: what signals ask for here; is told what they ask for on any process.
+        channel: sends what holds within the pipeline.
     """
 
-    def __init__(self, trainer: Any, world: World, pipeline: Pipeline, signals: Signals) -> None:
+    def __init__(
+        self, trainer: Any, world: World, pipeline: Pipeline, signals: Signals, channel: NonBlockingBroadcast
+    ) -> None:
         self._trainer, self._world, self._pipeline, self._signals = trainer, world, pipeline, signals
-        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=ENDS)
+        self._channel = channel
         self._agreed = self._withheld = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around a training. Asynchronous schedules agree behind batches by `StopRequests` instead."""
+        """Around a training. With an asynchronous schedule `Streaming` agrees behind batches instead."""
         fit_loop, exchange = self._trainer.fit_loop, self._pipeline.executor.exchange
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             (fit_loop, "run", self._before),
@@ -69,30 +71,43 @@ class Stopping:
             yield
 
     def _before(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        self._agree(self._of_world)
+        self.agree()
         return method(*arguments)
 
     def _after(self, method: Callable[..., Any], *arguments: Any) -> Any:
         result = method(*arguments)
-        self._agree(self._of_world)
+        self.agree()
         return result
 
     def end_batch(self, method: Callable[..., Any], *arguments: Any) -> None:
         """In the place of ``on_advance_end``, which asks whether to stop, as the loop does after it."""
         self._agree(self._of_batch)
         method(*arguments)
+        self.withhold()  # a learning rate scheduler, say, has set it
+
+    def withhold(self) -> None:
+        """A process that has been asked to stop must not leave before the others know."""
         if self._trainer.should_stop and not self._agreed:
-            # a learning rate scheduler, say, has set it: this process must not leave before the others know
             self._trainer.should_stop, self._withheld = False, True
 
+    def take(self) -> bool:
+        """Whether this process has been asked to stop."""
+        asked, self._withheld = bool(self._trainer.should_stop or self._withheld), False
+        return asked
+
+    def follow(self, agreed: bool) -> None:
+        """Stop, or go on, as the processes have agreed."""
+        self._trainer.should_stop = self._agreed = agreed
+
+    def agree(self) -> None:
+        """Agree with all processes, where all of them are at the same batch. Collective over the world."""
+        self._agree(lambda stop: self._world.agree(stop, unanimous=False))
+
     def _agree(self, agree: Callable[[bool], bool]) -> None:
-        own = bool(self._trainer.should_stop or self._withheld)
-        self._trainer.should_stop = self._agreed = agree(own)
+        own = self.take()
+        self.follow(agree(own))
         # it may be known to all after the next batch only
         self._withheld = own and not self._agreed
-
-    def _of_world(self, stop: bool) -> bool:
-        return self._world.agree(stop, unanimous=False)
 
     def _of_batch(self, stop: bool) -> bool:
         """Whether all processes stop after this batch, as the rank with the last stage tells them."""
@@ -103,8 +118,7 @@ class Stopping:
             topology = self._pipeline.transport.topology
             for members in (self._world.replica_members, topology.tensor_processes(source)):
                 asked = self._of_all(asked, members)
-        asked = self._channel.share(asked, source, self._pipeline.pipeline_members)
-        self._channel.end_call()
+        asked = self._channel.share(asked, source, ENDS)
         # what the last stage does not know yet goes along with the next batch
         exchange.requests = own & ~asked
         stop, *self._signals.told = [bool(asked >> bit & 1) for bit in range(_BITS)]

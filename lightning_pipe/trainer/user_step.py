@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,13 +21,13 @@ from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.attribute_sync import AttributeSync
-from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.own_sources import SourcesOfRun, taken_again
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
-from lightning_pipe.trainer.step_report import ReportExchange, StepReport, known_outputs, losses_of
+from lightning_pipe.trainer.step_report import StepReport, known_outputs, losses_of, within_limit
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, combine, merge
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
+from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingBroadcast
 from lightning_pipe.warn_once import WarnOnce
 
 Context = Callable[[], AbstractContextManager[None]]
@@ -44,6 +45,7 @@ class UserStep:
         pipeline: runs the steps.
         world: the processes.
         metrics: the module's torchmetrics.
+        channel: sends reports within the pipeline.
         loss_weight: the strategy's option.
 
     Attributes:
@@ -51,7 +53,7 @@ class UserStep:
         checks: the loss checks.
         attributes: what steps change in the LightningModule.
         summed: whether the losses of micro-batches are added.
-        reports: brings those of the last stage to all ranks.
+        channel: as given.
         in_turns: the evaluation steps in which the ranks take turns, because they call layers again.
     """
 
@@ -61,6 +63,7 @@ class UserStep:
         pipeline: Pipeline,
         world: World,
         metrics: Metrics,
+        channel: NonBlockingBroadcast,
         loss_weight: LossWeight | None = None,
     ) -> None:
         self.module, self.pipeline, self.metrics = module, pipeline, metrics
@@ -68,7 +71,7 @@ class UserStep:
         self.checks = LossChecks(weighted=callable(loss_weight), replica=pipeline.transport.replica)
         self.attributes = AttributeSync(module, pipeline)
         self.summed = loss_weight == "sum"
-        self._world, self.reports = world, ReportExchange(pipeline)
+        self._world, self.channel = world, channel
         self.in_turns, self._may_repeat = set[str](), False
         # in training and in evaluations: what runs that may have to be repeated have taken from sources of the module
         self._taken: dict[bool, set[str]] = {True: set(), False: set()}
@@ -169,6 +172,25 @@ class UserStep:
         for name in sorted(self._taken[training]):
             raise taken_again(name, "the batch has to run again: its runs would see different numbers")
 
+    def exchange(
+        self, report: StepReport | None, ranks: Sequence[int], *, send_outputs: bool = True
+    ) -> list[StepReport]:
+        """The reports of the ranks that complete the steps. Collective over the pipeline.
+
+        Args:
+            report: this rank's report; ``None`` on any other rank.
+            ranks: those that complete the steps.
+            send_outputs: whether ranks without the last stage get what the step returned.
+        """
+        # one process shares with nobody: there the size does not matter
+        sent = report
+        if report is not None and len(self.pipeline.pipeline_members) > 1:
+            sent = within_limit(report, self._warn) if send_outputs else replace(report, outputs=None)
+        reports = [self.channel.share(sent, self.pipeline.transport.peers[rank], REPORTS) for rank in ranks]
+        self.channel.end_batch()
+        # hooks on this rank get the outputs whole, even those that are too large to be sent
+        return reports if report is None else [report if each is sent else each for each in reports]
+
     def take_turns(self, name: str) -> None:
         """Let the ranks take turns in an evaluation step from now on, and say so.
 
@@ -265,7 +287,6 @@ class StepOfBatch:
         self,
         outputs: dict[int, Any],
         before: Snapshot | None,
-        broadcast: Broadcast | None = None,
         *,
         send_outputs: bool = True,
         repeats: bool = False,
@@ -275,7 +296,6 @@ class StepOfBatch:
         Args:
             outputs: what the pipeline returned on this rank.
             before: the attributes before the batch, from `UserStep.running`.
-            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
             repeats: whether the step has ended here where it comes back to an earlier stage: nothing is adopted then.
 
@@ -289,7 +309,7 @@ class StepOfBatch:
             if not repeats:
                 changes = common.attributes.changes(before, self._ranks)
                 report = self.report(outputs, changes, stop=trainer.should_stop)
-        reports = common.reports.share(report, self._ranks, broadcast, send_outputs=send_outputs)
+        reports = common.exchange(report, self._ranks, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}

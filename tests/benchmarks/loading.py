@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
+from lightning_pipe.transport.nonblocking_broadcast import BATCHES, NonBlockingBroadcast
 from lightning_pipe.transport.objects import encode
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding
@@ -61,11 +61,11 @@ def receive_batches(transport: Transport, batches: int) -> float:
     """The median of the seconds from asking for a batch to having it, on one rank; all ask at the same time."""
     ready: Sequence[list[Tensor]] = [batch()] * (batches + 1)
     members, source = tuple(sorted(transport.peers)), transport.peers[-1]
-    channel = NonBlockingBroadcast(transport, ahead=2)
+    channel = NonBlockingBroadcast(transport)
 
     def share(message: Any) -> Any:
-        message = channel.share(message, source, members)
-        channel.end_call()
+        message = channel.share(message, source, BATCHES)
+        channel.end_batch()
         return message
 
     iterator = iter(SharedDataLoader(ready, transport, source, members, share))

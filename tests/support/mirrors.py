@@ -103,7 +103,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "trainer": {
         "attribute_sync": "intercept/test_module_state",
-        "broadcasts": "trainer/test_evaluation",
         "gradients": "engine/test_withheld_gradients",
         "divided_module": "trainer/test_equality",
         "model_sharding": "sharding/test_refusals",

@@ -26,15 +26,15 @@ from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.draining import around, draining_first
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
-from lightning_pipe.trainer.asynchronous.stop_requests import StopRequests
 from lightning_pipe.trainer.asynchronous.training_loop import TrainingLoop
 from lightning_pipe.trainer.data.training_output import TrainingOutput
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.signals import Signals
 from lightning_pipe.trainer.step_report import StepReport, known_outputs
+from lightning_pipe.trainer.stopping import Stopping
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
+from lightning_pipe.transport.nonblocking_broadcast import ENDS
 
 
 class Streaming:
@@ -55,6 +55,7 @@ class Streaming:
         step: begins the steps of batches.
         output: makes what ``training_step`` returns.
         gradients: learns after each call who holds which parameter.
+        stopping: withholds requests to stop from Lightning's loop until all ranks stop after the same batch.
     """
 
     def __init__(
@@ -65,13 +66,12 @@ class Streaming:
         step: UserStep,
         output: TrainingOutput,
         gradients: Gradients,
+        stopping: Stopping,
     ) -> None:
         self._module, self._pipeline, self._world, self._step = module, pipeline, world, step
-        self._output, self._gradients = output, gradients
+        self._output, self._gradients, self._stop = output, gradients, stopping
         self._loop = TrainingLoop(module)
-        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=self._asynchronous.stream.lag + 2)
         self._hyperparameters = Hyperparameters()
-        self._stop = StopRequests(module.trainer, world)
         self._in_flight: dict[int, StepOfBatch] = {}
         self._batches = 0
         self._call = CallResult()
@@ -91,6 +91,9 @@ class Streaming:
 
     def begin(self) -> None:
         """Replace the methods at which Lightning leaves the training loop, and its optimizer step."""
+        channel = self._step.channel
+        self._changed.callback(setattr, channel, "ahead", channel.ahead)
+        channel.ahead = 2 * (self._asynchronous.stream.lag + 2)  # a call may report two batches
         epoch_loop = self._trainer.fit_loop.epoch_loop
         self._changed.enter_context(around(epoch_loop, "on_advance_end", self._end_batch))
         optimization = epoch_loop.automatic_optimization
@@ -120,12 +123,6 @@ class Streaming:
         else:
             method(data_fetcher)
 
-    # ------------------------------------------------------------------ messages
-
-    def broadcast(self, obj: Any, source: int) -> Any:
-        """The object of one process of the pipeline, which does not wait for the others."""
-        return self._channel.share(obj, source, self._pipeline.pipeline_members)
-
     def _share_signals(self) -> None:
         """Act on the signals that process 0 has received; it does not wait for the other processes."""
         signals: Signals = self._trainer.strategy.processes.signals
@@ -133,10 +130,10 @@ class Streaming:
         others = self._world.replica_members
         if self._pipeline.transport.process == self._pipeline.loss_process and len(others) > 1:
             asked = self._pipeline.transport.broadcast_object(asked, others[0], others)
-        asked = self.broadcast(asked, self._pipeline.loss_process)
+        asked = self._step.channel.share(asked, self._pipeline.loss_process, ENDS)
         if any(asked):
             # a process that leaves first would take its messages along
-            self._channel.flush()
+            self._step.channel.flush()
             self._world.barrier()
             signals.act(asked)
 
@@ -177,8 +174,6 @@ class Streaming:
         """
         finished = self._call.finished
         reports = self._exchange(self._step.attributes.changes(before, self._pipeline.loss_ranks))
-        # bounds how far this rank is ahead of ranks that do not receive
-        self._channel.end_call()
         self._step.attributes.adopt([report.changes for report in reports[-1]], before)
         self._stop.follow(any(report.stop for of_batch in reports for report in of_batch))
         output = None
@@ -197,10 +192,10 @@ class Streaming:
         own: Mapping[int | None, StepReport] = {}
         batches = self._call.finished or (None,)
         if self._pipeline.is_loss_rank:
-            stop = self._stop.of_replicas()
+            stop = self._world.agree(self._stop.take(), unanimous=False, members=self._world.replica_members)
             own = {batch: self._report(batch, changes, stop) for batch in batches}
         ranks = self._pipeline.loss_ranks
-        return [self._step.reports.share(own.get(batch), ranks, self.broadcast) for batch in batches]
+        return [self._step.exchange(own.get(batch), ranks) for batch in batches]
 
     def _report(self, batch: int | None, changes: list[Change], stop: bool) -> StepReport:
         if batch is None:
@@ -250,7 +245,7 @@ class Streaming:
                     self._loop.log(ahead=number)
             # the pipeline puts its versions of the weights together behind the last call
             next(calls, None)
-            self._channel.flush()
+            self._step.channel.flush()
             self._loop.forget_values()
         # here all ranks are at the same batch
         self._stop.agree()

@@ -10,11 +10,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.broadcasts import BATCHES, Broadcast
 from lightning_pipe.trainer.data.order import DataOrder
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
+from lightning_pipe.transport.nonblocking_broadcast import BATCHES, NonBlockingBroadcast
 
 
 class Loaders:
@@ -24,22 +23,16 @@ class Loaders:
         module: the LightningModule, with its Trainer.
         pipeline: the module over the ranks.
         world: the processes.
-        broadcast: sends batches within the pipeline.
 
     Attributes:
+        channel: sends batches within the pipeline.
         order: of shuffled data.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, broadcast: Broadcast) -> None:
-        self._module, self._pipeline, self._world, self._broadcast = module, pipeline, world, broadcast
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World) -> None:
+        self._module, self._pipeline, self._world = module, pipeline, world
+        self.channel = NonBlockingBroadcast(pipeline.transport)
         self.order = DataOrder(module.trainer)
-        self._channel = NonBlockingBroadcast(pipeline.transport, ahead=2, number=BATCHES)
-
-    def send(self, obj: Any, source: int) -> Any:
-        """The object of one process, on all ranks of the pipeline; that process does not wait for the others."""
-        obj = self._channel.share(obj, source, self._pipeline.pipeline_members)
-        self._channel.end_call()
-        return obj
 
     @property
     def _trainer(self) -> Any:
@@ -63,7 +56,7 @@ class Loaders:
             transport,
             source,
             self._pipeline.pipeline_members,
-            lambda message: self._broadcast(message, source),
+            lambda message: self.channel.share(message, source, BATCHES),
         )
         # Lightning repeats no sample in a prediction, so lengths differ there, and nothing waits for other replicas
         if not self._trainer.predicting and not self._have_equal_length(sized_len(shared)):

@@ -79,11 +79,6 @@ class Evaluations:
         self._steps.run(run)
         return self._steps.share(run)
 
-    @property
-    def share_batch(self) -> Callable[[Any, int], Any] | None:
-        """Sends what the loading process has loaded to the other ranks, while batches stream."""
-        return None if self._stream is None else self._stream.share_batch
-
     def _begin(self, method: Callable[..., Any], loop: Any, name: str) -> None:
         """In the place of ``on_run_start``. Collective over all processes."""
         method()

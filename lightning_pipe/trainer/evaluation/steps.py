@@ -14,7 +14,6 @@ from lightning_pipe.batches.micro_batches import MicroBatches, divide_batch
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.trainer.broadcasts import Broadcast
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
@@ -154,15 +153,14 @@ class EvaluationSteps:
         ranks = self.pipeline.transport.topology.ranks
         return divide_batch(batch, ranks, number, options.split_batch, options.loss_weight)
 
-    def share(self, run: RunStep, broadcast: Broadcast | None = None, *, send_outputs: bool = True) -> Any:
+    def share(self, run: RunStep, *, send_outputs: bool = True) -> Any:
         """What the step returned; what it logged and changed is made on this rank, too. Collective over the pipeline.
 
         Args:
             run: the step, which has been run here.
-            broadcast: sends objects within the pipeline; by default the others wait for those that report.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
-        outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs, repeats=run.repeats)
+        outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs, repeats=run.repeats)
         if run.step.repeats:
             # the layers have run for this batch, and in a stream for later ones, whose steps all run again
             for before in reversed(self._before):
@@ -173,7 +171,7 @@ class EvaluationSteps:
             # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
             run = self._begin(run.name, run.args, run.seed)
             self._run(run, turns=True)
-            outputs = run.step.share(run.outputs, run.before, broadcast, send_outputs=send_outputs)
+            outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs)
         elif run.layers:
             if not any(before.changes() for before in run.layers):
                 self._leaves_layers.add(run.name)

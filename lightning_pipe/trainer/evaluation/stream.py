@@ -37,7 +37,6 @@ from lightning_pipe.patches import replaced
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
-from lightning_pipe.trainer.evaluation.messages import EvaluationMessages
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.world import World
 
@@ -94,7 +93,6 @@ class EvaluationStream:
         if self._deciding and not steadiness.steady:
             self._engine.order.close()
         self._batches = FetchedBatches(module, steps, loop, name)
-        self._messages = EvaluationMessages(pipeline, self._engine.lag)
         self._slot = 0
         self._changed = ExitStack()
 
@@ -107,6 +105,9 @@ class EvaluationStream:
 
     def begin(self) -> None:
         """Take the place of the fetcher."""
+        channel = self._steps.user_step.channel
+        self._changed.callback(setattr, channel, "ahead", channel.ahead)
+        channel.ahead = self._engine.lag
         self._changed.enter_context(replaced(self._loop, "_data_fetcher", self, gated=False))
         self._changed.enter_context(replaced(self._module.trainer.strategy, "batch_to_device", self._transferred))
         arguments = self._batches.arguments_of_current
@@ -116,7 +117,6 @@ class EvaluationStream:
         """End behind the last batch. Collective over all processes."""
         self.close()
         self._engine.end()
-        self._messages.flush()
 
     def close(self) -> None:
         """Leave Lightning as it was found."""
@@ -143,17 +143,10 @@ class EvaluationStream:
             self._slot = self._engine.proceed()
             if self._completes:
                 # batches are loaded for the rank that is furthest ahead, which asks for one more behind the report
-                self._batches.up_to(self._engine.order.begun - 1)
-                with self._messages.holding():
-                    self._batches.up_to(self._engine.order.begun)
+                self._batches.up_to(self._engine.order.begun)
             self._run_to(self._slot - 1 if self._completes else self._slot + self._engine.order.ahead)
         current = self._batches.give()
         return (self._batches.moved(current), *current.item[1:])
-
-    @property
-    def share_batch(self) -> Any:
-        """Sends what the loading process has loaded, without waiting for the others."""
-        return self._messages.batch
 
     def _transferred(self, *_: Any, **__: Any) -> Any:
         """In the place of the strategy's ``batch_to_device``: the loop's current batch is there already."""
@@ -179,8 +172,7 @@ class EvaluationStream:
                 self._run_to(self._slot)
             # what was begun before the first batch that had to be run in turns: so are all behind it
             run.repeats |= in_turns
-        output = self._steps.share(run, self._messages.report, send_outputs=self._outputs_are_kept)
-        self._messages.end_call()
+        output = self._steps.share(run, send_outputs=self._outputs_are_kept)
         if self._name in self._steps.user_step.in_turns:
             self._engine.order.close()
         current.run = None

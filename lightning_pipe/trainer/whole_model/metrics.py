@@ -20,7 +20,6 @@ from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.torch_internals import tree_map
-from lightning_pipe.trainer.broadcasts import from_ranks
 
 State = tuple[dict[str, Any], int]
 
@@ -188,7 +187,8 @@ class Metrics:
             mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
             ranks = self._updaters(self.names[id(metric)])
             updates = self._rank in ranks
-            states = from_ranks(self._pipeline, ranks, mine if updates else None)
+            transport, members = self._pipeline.transport, self._pipeline.pipeline_members
+            states = [transport.broadcast_object(mine, transport.peers[rank], members) for rank in ranks]
             if updates and len(states) == 1:
                 return compute(*args, **kwargs)
             _set(metric, _merge(metric, states) if len(states) > 1 else states[0])

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.skip import put, take
-from lightning_pipe.trainer.broadcasts import NUMBERS
-from lightning_pipe.transport.nonblocking_broadcast import NonBlockingBroadcast
+from lightning_pipe.transport.nonblocking_broadcast import PURPOSES, NonBlockingBroadcast
 from tests.support.engine_runs import pipelined
 from tests.support.pairs import every_second, pairs
 from tests.support.small_net import WIDTH, Block, Net, batch, batches
@@ -352,21 +351,20 @@ def test_an_object_that_cannot_be_pickled_raises() -> None:
         evaluated(Open(), batch(5), ranks=2)
 
 
-@pytest.mark.parametrize("number", range(len(NUMBERS) + 1))
-def test_objects_of_broadcasts_that_are_on_their_way_are_not_taken_for_turns(number: int) -> None:
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_objects_of_broadcasts_that_are_on_their_way_are_not_taken_for_turns(purpose: int) -> None:
     """The rank that loads sends batches of a stream ahead, which may turn out to need turns."""
     net, data, found = Twice(), batch(), list[Any]()
 
     def evaluate(pipeline: Any, module: Any) -> None:
-        transport, members = pipeline.transport, pipeline.pipeline_members
-        source = pipeline.loss_process
-        channel = NonBlockingBroadcast(transport, ahead=1, number=number)
+        transport, source = pipeline.transport, pipeline.loss_process
+        channel = NonBlockingBroadcast(transport)
         if transport.process == source:
-            channel.share("a batch", source, members)
+            channel.share("a batch", source, purpose)
         with torch.inference_mode():
             found.extend(pipeline.evaluate(lambda _, part: module.several(**part), [data], turns=True).values())
         if transport.process != source:
-            assert channel.share(None, source, members) == "a batch"
+            assert channel.share(None, source, purpose) == "a batch"
 
     pipelined(net, batches(1), 2, between=evaluate, layers="layers", ranks=3, optimizer=frozen)
     assert_equal(found[0], net.several(**data))
