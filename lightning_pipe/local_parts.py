@@ -92,16 +92,19 @@ def share(whole: Tensor, like: Tensor) -> Tensor:
     if not is_divided(like):
         return whole
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    dims = list(range(mesh.ndim))
-    if any(type(placement).__name__ == "_StridedShard" for placement in placements):
-        dims.reverse()  # FSDP has divided what tensor parallelism had divided before
-    for dim in dims:
-        if divides(placements[dim]):
-            parts, number = torch.chunk(whole, mesh.size(dim), placements[dim].dim), mesh.get_local_rank(dim)
-            # fewer parts than processes where there are fewer rows: the others have none
-            empty = whole.narrow(placements[dim].dim, 0, 0)
-            whole = parts[number] if number < len(parts) else empty
+    for number, placement in enumerate(placements):
+        if divides(placement):
+            at, count, mine = placement.dim, mesh.size(number), mesh.get_local_rank(number)
+            # FSDP takes a part of each of the parts that tensor parallelism makes afterwards
+            strips = torch.chunk(whole, getattr(placement, "split_factor", 1), at)
+            whole = torch.cat([_chunk(strip, count, mine, at) for strip in strips], at)
     return whole
+
+
+def _chunk(tensor: Tensor, count: int, number: int, dim: int) -> Tensor:
+    """One of several parts; there are fewer where there are fewer rows: the others are empty."""
+    parts = torch.chunk(tensor, count, dim)
+    return parts[number] if number < len(parts) else tensor.narrow(dim, 0, 0)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -121,14 +121,21 @@ LATE = {
     "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "what fully_shard knows of a module"},
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
         "_fsdp_param_groups": "the parameters of a module, each as a part and whole",
-        "_lazy_init": "before anything is gathered; FSDP's own hooks would call it",
+        "_init_shared_state": "before anything is gathered; FSDP's own hooks begin with the outermost module",
+        "_is_root": "as _init_shared_state: each state begins by itself",
+        "_modules": "what was given to fully_shard at once",
+        "_state_ctx": "as _is_root",
         "_mp_policy": "types that a stage does not follow",
         "_post_forward_hook_handle": "its hooks act for every micro-batch, a stage for the batch",
         "_pre_forward_hook_handle": "as _post_forward_hook_handle",
         "_root_post_backward_final_callback": "sums gradients, as torch's own pipelining calls it",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
-        "_unsharded_param": "the whole parameter, which gets the gradients of a batch"
+        "_post_load_hook_handle": "looks for the part of a parameter that another rank has",
+        "_unsharded_param": "the whole parameter, which gets the gradients of a batch",
+    },
+    "torch.distributed.tensor.placement_types": {
+        "_StridedShard": "a part of each of several strips, as FSDP divides what tensor parallelism has divided"
     },
     "transformers.modeling_utils.PreTrainedModel": {
         "_init_weights": "initialises one of its modules",

@@ -29,7 +29,7 @@ BUDGET = {
     "simulate": 1380,
     "batches": 1060,
     "profiling": 920,
-    "sharding": 870,
+    "sharding": 1030,
     "plain": 540,
     "skip": 430,
 }

@@ -108,7 +108,7 @@ class AsynchronousPipeline:
             )
         number, self._arrived = self._arrived, self._arrived + 1
         # A batch keeps to the version of the weights that it began with, on this rank, in all later calls.
-        batch.using = lambda index: self._weights(number, index)
+        batch.using = lambda _, index: self._weights(number, index)
         self._in_flight[number] = _BatchInFlight(batch)
         return self._call()
 

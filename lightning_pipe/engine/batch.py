@@ -62,7 +62,7 @@ class Batch:
         undisturbed: whether no other micro-batch is under way meanwhile, which could read what this one changes.
         observers: look at the batch while it runs.
         cut: puts micro-batches together; ``None``: they run one by one.
-        using: ``using(micro_batch)`` is entered around computations, to put the weights that they use in place.
+        using: ``using(stage, micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
         constant: the micro-batches whose loss depends on nothing that is trained.
         repeats: whether a run of the step has ended where it comes back to an earlier stage.
@@ -78,7 +78,7 @@ class Batch:
     observers: Sequence[BatchObserver] = ()
     cut: Cut | None = None
     # A shared context that does nothing: it is entered around every computation.
-    using: Callable[[int], AbstractContextManager[None]] = lambda _: _AS_THEY_ARE
+    using: Callable[[int, int], AbstractContextManager[None]] = lambda _stage, _micro_batch: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
     constant: set[int] = field(default_factory=set)
     repeats: bool = False

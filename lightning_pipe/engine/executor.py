@@ -265,7 +265,7 @@ class Executor:
         inbound = self._collect(here)  # waits; the time that follows is the stage's own
         batch, index = self._find(here.micro_batch)
         start = self.clock()
-        with batch.using(index):
+        with batch.using(here.stage, index):
             if here in self._under_way.again:
                 self._under_way.kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
             else:
@@ -320,7 +320,7 @@ class Executor:
         # or it would grow with every call of an asynchronous schedule
         self._under_way.again.discard(here)
         start = self.clock()
-        with batch.using(index):
+        with batch.using(here.stage, index):
             self._under_way.save(here, self.stages.recompute(here.stage, index, batch, self._under_way.kept.pop(here)))
         self._note(action, start)
 
@@ -340,7 +340,7 @@ class Executor:
         batch, index = self._find(here.micro_batch)
         start = self.clock()
         # a layer that checkpoints itself runs again in its backward pass
-        with batch.using(index):
+        with batch.using(here.stage, index):
             if action.kind is Kind.BACKWARD:
                 returned = self.stages.backward(self._under_way.saved.pop(here), Returned(gradients, used))
             else:
@@ -355,7 +355,7 @@ class Executor:
     def _backward_weight(self, action: Action, here: StageKey) -> None:
         batch, index = self._find(here.micro_batch)
         start = self.clock()
-        with batch.using(index):
+        with batch.using(here.stage, index):
             self.stages.backward_weight(self._under_way.saved.pop(here))
         self._note(action, start)
 

@@ -191,8 +191,8 @@ class PartitionedModule:
         Args:
             sharded: has the parameters that the replicas divide: the ranks of one pipeline then sum parts.
         """
-        used = uses_of_ranks(self.transport, self.placement, self.ownership.used)
-        self.ownership.learn_users(used, lambda name: sharded is not None and sharded.keeps(self.holds, name))
+        used = self.ownership.used if sharded is None else sharded.together(self.ownership.used)
+        self.ownership.learn_users(uses_of_ranks(self.transport, self.placement, used))
         # Groups of processes are made in the same order everywhere, or the library that makes them hangs.
         topology, owner_sets = self.transport.topology, sorted(self.owner_sets())
         self.transport.make_groups([topology.holders(owners) for owners in owner_sets])

@@ -172,7 +172,9 @@ class Pipeline(PartitionedModule):
             self._buffer_sync.begin()
         batch = self._batch(step, micro_batches, weights, seed, training=True, check=check)
         batch.cut = cut
-        with self.reductions.gathered():
+        if self.reductions.sharded is not None:
+            batch.using = lambda stage, _: self.reductions.computing(stage % len(self.stage_layers))
+        with self.reductions.gathered(len(micro_batches)):
             results = self._run(batch)
         if not self.ownership.users_known:
             self.agree_on_holders()

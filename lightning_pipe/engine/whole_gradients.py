@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.local_parts import local
+from lightning_pipe.local_parts import is_divided, local
 
 
 @torch.no_grad()
@@ -61,14 +62,27 @@ def gradient_norm(pipeline: Pipeline, parameters: Iterable[nn.Parameter], order:
     return torch.full((), float(total.to(dtype)), dtype=dtype, device=pipeline.transport.device)
 
 
+def _of_parts(optimizer: Any) -> Any:
+    """An optimizer as a gradient scaler looks at it, with this process's parts of what several divide.
+
+    A scaler (torch 2.13) takes all gradients into one operation, which refuses plain tensors and DTensors together.
+    """
+    parts: list[Tensor] = []
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        parts.append(local(parameter).detach() if is_divided(parameter) else parameter)
+        if is_divided(parameter) and parameter.grad is not None:
+            parts[-1].grad = local(parameter.grad)
+    return SimpleNamespace(param_groups=[{"params": parts}])
+
+
 def unscaling_together(
     unscale: Callable[..., dict[Any, Tensor]], pipeline: Pipeline
 ) -> Callable[..., dict[Any, Tensor]]:
     """A gradient scaler's search for overflows, which then returns those of all processes."""
     everyone = pipeline.transport.topology.everyone
 
-    def unscale_gradients(*args: Any, **kwargs: Any) -> dict[Any, Tensor]:
-        found = unscale(*args, **kwargs)
+    def unscale_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> dict[Any, Tensor]:
+        found = unscale(_of_parts(optimizer), *args, **kwargs)
         device = pipeline.transport.device
         # a rank without gradients has looked at none, and must decide nevertheless
         overflows = found or {device: torch.zeros((), device=device)}

@@ -273,9 +273,7 @@ class Ownership:
             self._map.also(absent, name)
         release(self._module, tensor, absent)
 
-    def learn_users(
-        self, used_by_rank: Sequence[Iterable[str]], keep: Callable[[str], bool] = lambda name: False
-    ) -> None:
+    def learn_users(self, used_by_rank: Sequence[Iterable[str]]) -> None:
         """Learn from the first training batch who uses the parameters outside the sequence; free the others' copies.
 
         What nobody has used stays where it is: it may be the average of layers' weights, which each rank has for its
@@ -284,13 +282,12 @@ class Ownership:
         Args:
             used_by_rank: for each rank the names of the parameters it has used, and of the modules it has run with a
                 dot behind them.
-            keep: whether a copy stays, by name: its memory is a part of what this rank needs.
         """
         drop_weak_references(self._module)
         drop_graphs(self._module)
         used = self._map.learn_users(used_by_rank)
         for name, parameter in self._map.outside():
-            if name in used and not self.holds(name) and not isinstance(parameter, AbsentTensor) and not keep(name):
+            if name in used and not self.holds(name) and not isinstance(parameter, AbsentTensor):
                 self._release(name, parameter)
         self.users_known = self.settled = True
 

@@ -29,8 +29,10 @@ def release(module: nn.Module, tensor: Tensor, absent: AbsentTensor) -> None:
             if parameter is tensor:
                 part._parameters[name] = absent  # type: ignore[assignment]
         state: Any = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None  # type: ignore[operator]
-        for group in () if state is None else state._fsdp_param_groups:  # which would look for its part
-            group.fsdp_params = [each for each in group.fsdp_params if each.sharded_param is not tensor]
+        for group in () if state is None else state._fsdp_param_groups:
+            for each in [own for own in group.fsdp_params if own.sharded_param is tensor]:
+                group.fsdp_params.remove(each)  # it would look for its part, and does so when a state is loaded
+                each._post_load_hook_handle.remove()
 
 
 def drop_weak_references(module: nn.Module) -> None:

@@ -10,13 +10,15 @@ on the step's side of a layer's call, and not where a backward pass is divided i
     gather              whole parameters, as without FSDP         all micro-batches, forward and backward
     stage_done          gradients summed over the replicas,       behind a stage's last backward pass
                         parameters in parts again
+
+With ``reshard`` the parameters of a stage are whole while an action computes it, and in parts in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -38,25 +40,49 @@ class Names(Protocol):
         """A tensor stands for a parameter of the module, too."""
 
 
+class _Unit(NamedTuple):
+    """What was given to ``fully_shard`` at once: its parameters are gathered and summed together.
+
+    Args:
+        state: torch's.
+        names: of the parameters.
+    """
+
+    state: Any
+    names: frozenset[str]
+
+
 class FullySharded:
     """The modules of this rank whose parameters the replicas divide.
 
     Args:
-        roots: the layers of this rank's stages and the modules outside the layers, of which some are divided.
+        module: the user's module, of which some parts are divided: layers, modules outside, or what contains them.
+        stages: for the parts of this rank's layers and of modules outside the stage, or ``None`` outside; other parts
+            of layers are those of other ranks.
         transport: this process's transport. The group of its replicas must have been made.
         names: is told which tensors stand for which parameters.
+        reshard: whether the parameters of a stage go back into parts between the actions of a training batch.
     """
 
-    def __init__(self, roots: Iterable[Root], transport: Transport, names: Names) -> None:
-        self._transport, self._names = transport, names
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Mapping[Any, int | None],
+        transport: Transport,
+        names: Names,
+        *,
+        reshard: bool = False,
+    ) -> None:
+        self._transport, self._names, self._reshard = transport, names, reshard
         self._members = tuple(sorted(transport.topology.replica_processes(transport.rank)))
-        self._roots: dict[int, list[Root]] = {}
-        for root in roots:
-            if any(isinstance(part, FSDPModule) for part in root.module.modules()):
-                key = _OUTSIDE if root.stage is None else root.stage
-                self._roots.setdefault(key, []).append(root)
-                _take_over(root)
-        self._order = sorted(self._roots, reverse=True)  # the last stage's backward passes end first
+        self._units: dict[int, list[_Unit]] = {}
+        named = {parameter: name for name, parameter in module.named_parameters()}
+        for state, places in _states(module, stages).items():
+            stage = next(iter(places.values()))
+            _take_over(state, places)
+            own = frozenset(named[each.sharded_param] for each in _of_state(state))
+            self._units.setdefault(_OUTSIDE if stage is None else stage, []).append(_Unit(state, own))
+        self._order = sorted(self._units, reverse=True)  # the last stage's backward passes end first
         self._done: set[int] = set()
         self._next = 0
         self._gathered = self._held = False
@@ -65,9 +91,20 @@ class FullySharded:
     # ------------------------------------------------------------------ values
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Around the passes of a training batch: every parameter is whole. Collective over the replicas."""
-        self.gather()
+    def gathered(self, micro_batches: int) -> Iterator[None]:
+        """Around the passes of a training batch, in which parameters are whole. Collective over the replicas.
+
+        Args:
+            micro_batches: of this replica.
+
+        Raises:
+            ConfigurationError: another replica has more or fewer, and with ``reshard`` each action is collective.
+        """
+        if self._reshard:
+            self._check_alike(micro_batches)
+            self._unshard([_OUTSIDE])
+        else:
+            self.gather()
         try:
             yield
             self._finish()
@@ -79,6 +116,27 @@ class FullySharded:
             self._done.clear()
             self.release()
             raise
+
+    @contextmanager
+    def whole(self, stage: int) -> Iterator[None]:
+        """Around an action of a training batch that computes a stage. Collective over the replicas with ``reshard``."""
+        if not self._reshard or self._held:
+            yield
+            return
+        self._unshard([stage])
+        yield
+        self._free([stage])
+
+    def _check_alike(self, micro_batches: int) -> None:
+        counts = torch.tensor([micro_batches, -micro_batches])
+        self._transport.all_reduce(counts, self._members, "max").wait()
+        most, fewest = counts.abs().tolist()
+        if most != fewest:
+            raise ConfigurationError(
+                f"One replica has a batch of {fewest} micro-batches and another one of {most}; with "
+                "reshard_after_forward=True they gather the parameters of a stage together, for each micro-batch.",
+                hint="Use DataLoader(drop_last=True), or leave out reshard_after_forward.",
+            )
 
     def hold(self, held: bool) -> None:
         """Keep parameters whole over many batches, whose number may differ between replicas: those of an evaluation.
@@ -105,26 +163,28 @@ class FullySharded:
 
     def gather(self) -> None:
         """Make all parameters whole. Collective over the replicas."""
-        if self._gathered:
-            return
-        self._gathered = True
-        # what is made within an evaluation is used in training, too
-        with torch.inference_mode(False), torch.no_grad():
-            modules = [module for key in self._order for root in self._roots[key] for module in fsdp_modules(root)]
-            waiting = [module.unshard(async_op=True) for module in modules]
-            for handle in waiting:
-                if handle is not None:
-                    handle.wait()
-        for parameter in self._parameters(*self._order):
-            self._names.also(parameter.unsharded, parameter.sharded)
+        if not self._gathered:
+            self._gathered = True
+            self._unshard(self._order)
 
     def release(self) -> None:
         """Free all but this process's parts."""
         self._gathered = False
-        for key in self._order:
-            for root in self._roots[key]:
-                for module in fsdp_modules(root):
-                    module.reshard()
+        self._free(self._order)
+
+    def _unshard(self, keys: Sequence[int]) -> None:
+        # what is made within an evaluation is used in training, too
+        with torch.inference_mode(False), torch.no_grad():
+            waiting = [module.unshard(async_op=True) for module in self._modules(keys)]
+            for handle in waiting:
+                if handle is not None:
+                    handle.wait()
+        for parameter in self._parameters(*keys):
+            self._names.also(parameter.unsharded, parameter.sharded)
+
+    def _free(self, keys: Sequence[int]) -> None:
+        for module in self._modules(keys):
+            module.reshard()
 
     @contextmanager
     def in_parts(self) -> Iterator[None]:
@@ -168,21 +228,19 @@ class FullySharded:
             if somewhere and parameter.unsharded.grad is None:
                 # one that has a gradient on another replica: all take part in its sum, or none
                 parameter.unsharded.grad = torch.zeros_like(parameter.unsharded)
-        for root in self._roots[key]:
-            for state in _root_states(root):
-                state._root_post_backward_final_callback()
+        for unit in self._units[key]:
+            unit.state._root_post_backward_final_callback()
 
     # ------------------------------------------------------------------ who has what
 
-    def keeps(self, holds: Callable[[str], bool], name: str) -> bool:
-        """Whether a parameter stays with others that FSDP gathers together with it, and that this rank holds.
+    def together(self, used: Iterable[str]) -> set[str]:
+        """What a rank has used, with all that FSDP gathers together with it: the rank holds these as well.
 
         Args:
-            holds: whether this rank holds what has a name.
-            name: of the parameter.
+            used: names of parameters outside the layers, and others.
         """
-        roots = self._roots.get(_OUTSIDE, ())
-        return any(name.startswith(f"{root.name}.") and _is_held(root, holds) for root in roots)
+        found = set(used)
+        return found.union(*(unit.names for unit in self._units.get(_OUTSIDE, ()) if unit.names & found))
 
     def forget(self, holds: Callable[[str], bool]) -> None:
         """After the first batch: modules outside the layers that other ranks use are none of this rank's any more.
@@ -190,19 +248,22 @@ class FullySharded:
         Args:
             holds: whether this rank holds what has a name.
         """
-        kept = [root for root in self._roots.pop(_OUTSIDE, []) if _is_held(root, holds)]
+        kept = [unit for unit in self._units.pop(_OUTSIDE, []) if any(map(holds, unit.names))]
         if kept:
-            self._roots[_OUTSIDE] = kept
-        self._order = sorted(self._roots, reverse=True)
+            self._units[_OUTSIDE] = kept
+        self._order = sorted(self._units, reverse=True)
 
     def _whole(self) -> Iterator[nn.Parameter]:
         found = (parameter.unsharded for parameter in self._parameters(*self._order))
         return (parameter for parameter in found if parameter is not None)
 
+    def _modules(self, keys: Iterable[int]) -> list[FSDPModule]:
+        return [unit.state._modules[0] for key in keys for unit in self._units.get(key, ())]
+
     def _parameters(self, *keys: int) -> Iterator[_Parameter]:
         for key in keys:
-            for root in self._roots[key]:
-                yield from _parameters(root)
+            for unit in self._units.get(key, ()):
+                yield from map(_Parameter, _of_state(unit.state))
 
 
 class _Parameter:
@@ -236,61 +297,58 @@ def shard(root: Root, mesh: Any, reduce_dtype: torch.dtype | None, whole: set[nn
     )
 
 
-def _is_held(root: Root, holds: Callable[[str], bool]) -> bool:
-    return any(holds(name) for name, _ in root.module.named_parameters(prefix=root.name))
+def _of_state(state: Any) -> list[Any]:
+    """FSDP's parameters of what was given to ``fully_shard`` at once."""
+    return [own for group in state._fsdp_param_groups for own in group.fsdp_params]
 
 
-def fsdp_modules(root: Root) -> list[FSDPModule]:
-    """The modules of a root on which ``fully_shard`` was called."""
-    return [part for part in root.module.modules() if isinstance(part, FSDPModule)]
+def _states(module: nn.Module, stages: Mapping[Any, int | None]) -> dict[Any, dict[str, int | None]]:
+    """What ``fully_shard`` knows of the parts of this rank, each with their names and stages; its own hooks go.
 
-
-def _take_over(root: Root) -> None:
-    """Let gradients be added up as they are, and FSDP's own hooks go."""
-    for module in fsdp_modules(root):
-        state = module._get_fsdp_state()
-        policy = state._mp_policy
-        if policy.param_dtype is not None or policy.output_dtype is not None:
+    Raises:
+        ConfigurationError: parts of several stages are gathered together.
+    """
+    found: dict[Any, dict[str, int | None]] = {}
+    for name, part in module.named_modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state = part._get_fsdp_state()
+        # they would act on the step's side of a layer's call; a step calls layers of other ranks as well
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        if part in stages:
+            found.setdefault(state, {})[name] = stages[part]
+    for places in found.values():
+        if len(set(places.values())) > 1:
             raise ConfigurationError(
-                f"'{root.name}' was sharded with {policy}: a stage gathers parameters in their own type.",
-                hint="Leave param_dtype and output_dtype out of MixedPrecisionPolicy, and use "
-                "Trainer(precision='bf16-mixed') or 'bf16-true'.",
+                f"fully_shard was given {', '.join(map(repr, places))} together, which are not in one stage.",
+                hint="Call fully_shard for each layer, and for modules outside the layers.",
             )
-        for group in state._fsdp_param_groups:
-            if DATA not in (group.mesh_info.mesh.mesh_dim_names or ()):
-                raise ConfigurationError(
-                    f"'{root.name}' was sharded over another mesh than that of the replicas.",
-                    hint=f'Use fully_shard(layer, mesh=self.device_mesh["{DATA}"]).',
-                )
-        # losses are weighted by samples over all replicas: sums are all there is to do
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    without_hooks(root.module)
-    for state in _root_states(root):
-        state._lazy_init()
-
-
-def without_hooks(module: nn.Module) -> None:
-    """Take FSDP's own hooks away, of layers of other ranks as well: a step calls these, too."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            state = part._get_fsdp_state()
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
-
-
-def _root_states(root: Root) -> Sequence[Any]:
-    """The states of FSDP in a root that are in no other one."""
-    found: list[Any] = []
-    inside: set[int] = set()
-    for part in root.module.modules():  # from the outside to the inside
-        if isinstance(part, FSDPModule) and id(part) not in inside:
-            found.append(part._get_fsdp_state())
-            inside.update(id(each) for each in part.modules())
     return found
 
 
-def _parameters(root: Root) -> Iterator[_Parameter]:
-    for module in fsdp_modules(root):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            yield from map(_Parameter, group.fsdp_params)
+def _take_over(state: Any, names: Iterable[str]) -> None:
+    """Let a state of FSDP be one by itself, and let gradients be added up as they are."""
+    name = next(iter(names))
+    policy = state._mp_policy
+    if policy.param_dtype is not None or policy.output_dtype is not None:
+        raise ConfigurationError(
+            f"'{name}' was sharded with {policy}: a stage gathers parameters in their own type.",
+            hint="Leave param_dtype and output_dtype out of MixedPrecisionPolicy, and use "
+            "Trainer(precision='bf16-mixed') or 'bf16-true'.",
+        )
+    for group in state._fsdp_param_groups:
+        if DATA not in (group.mesh_info.mesh.mesh_dim_names or ()):
+            raise ConfigurationError(
+                f"'{name}' was sharded over another mesh than that of the replicas.",
+                hint=f'Use fully_shard(layer, mesh=self.device_mesh["{DATA}"]).',
+            )
+    # losses are weighted by samples over all replicas: sums are all there is to do
+    state._modules[0].set_gradient_divide_factor(1.0)
+    state._modules[0].set_force_sum_reduction_for_comms(True)
+    # as FSDP begins with the outermost module: that one may have parts of several stages
+    state._is_root = True
+    state._state_ctx.all_states.append(state)
+    state._init_shared_state()
+    for group in state._fsdp_param_groups:
+        group.lazy_init()

@@ -12,8 +12,9 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import is_divided
 from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.sharding import tensor_parallel
-from lightning_pipe.sharding.fully_sharded import FullySharded, shard, without_hooks
-from lightning_pipe.sharding.roots import Root, left_whole, tied
+from lightning_pipe.sharding.fully_sharded import FullySharded, shard
+from lightning_pipe.sharding.roots import Root, left_whole, stages_of_parts, tied
+from lightning_pipe.sharding.styles import check_plan
 from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.sharding.undone import Surface
 from lightning_pipe.transport.base import Transport
@@ -82,7 +83,7 @@ class ShardedModel:
                 hint="Use PipeStrategy(parallelize=lambda layer, mesh: parallelize_module(layer, mesh, …)), or call "
                 'parallelize_module(…, self.device_mesh["tensor_parallel"], …) in configure_model.',
             )
-        tensor_parallel.check_plan(plan)
+        check_plan(plan)
         return tensor_parallel.by_plan(plan, tied(self._module, self._layers))
 
     @torch.no_grad()
@@ -96,7 +97,9 @@ class ShardedModel:
                     self._transport.broadcast(data, members[0], members).wait()
                     tensor.data.copy_(data)
 
-    def over_replicas(self, mesh: Any, names: Ownership, reduce_dtype: torch.dtype | None, *, divide: bool) -> None:
+    def over_replicas(
+        self, mesh: Any, names: Ownership, reduce_dtype: torch.dtype | None, *, divide: bool, reshard: bool
+    ) -> None:
         """Divide parameters over the replicas. Collective over these.
 
         Args:
@@ -104,13 +107,13 @@ class ShardedModel:
             names: is told which tensors stand for which parameters.
             reduce_dtype: in which gradients are summed; ``None``: in their own.
             divide: whether all parameters are divided; otherwise those alone that ``configure_model`` has divided.
+            reshard: whether the parameters of a stage are whole while it computes alone.
         """
         whole = left_whole(self._module, self._layers)
         for root in self._roots if divide and not self.own else ():
             shard(root, mesh, reduce_dtype, whole)
-        for _, layer in self._layers:
-            without_hooks(layer)
-        self.parameters = FullySharded(self._roots, self._transport, names)
+        stages = stages_of_parts(self._module, self._roots, self._layers)
+        self.parameters = FullySharded(self._module, stages, self._transport, names, reshard=reshard)
         tensor_parallel.check_divided(self._module, self._roots, ())
         for parameter in self._module.parameters():
             if is_divided(parameter):

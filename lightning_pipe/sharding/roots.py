@@ -41,6 +41,21 @@ def roots_of(
     return [*found, *(Root(name, part, None) for name, part in outside)]
 
 
+def stages_of_parts(
+    module: nn.Module, roots: Iterable[Root], layers: Sequence[tuple[str, nn.Module]]
+) -> dict[nn.Module, int | None]:
+    """The stage of each part of this rank; ``None`` outside the layers, and for modules that contain some.
+
+    Args:
+        module: the user's module.
+        roots: those of this rank.
+        layers: all layers with dotted names.
+    """
+    of_layers = {part for _, layer in layers for part in layer.modules()}
+    found: dict[nn.Module, int | None] = {part: None for part in module.modules() if part not in of_layers}
+    return found | {part: root.stage for root in roots for part in root.module.modules()}
+
+
 def tied(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> set[nn.Parameter]:
     """The parameters that several layers or outside modules have in common."""
     return {parameter for parameter, count in _users(module, layers).items() if count > 1}

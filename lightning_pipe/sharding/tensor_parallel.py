@@ -16,28 +16,11 @@ from torch import nn
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.local_parts import TENSOR, divides, is_divided
 from lightning_pipe.sharding.roots import Root
+from lightning_pipe.sharding.styles import apply_style
 from lightning_pipe.torch_internals import tree_leaves
 
 Parallelize = Callable[[nn.Module, Any], object]
 """Divides a layer, or a module outside the layers, over a mesh of one dimension."""
-
-_OWN_PLAN = (
-    "Say how each layer is divided: PipeStrategy(parallelize=lambda layer, mesh: parallelize_module(layer, mesh, …))"
-)
-
-
-def styles() -> Mapping[str, Any]:
-    """Torch's styles by the names that plans of Transformers have for them."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    gathered, split = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
-    return {
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(),
-        **dict.fromkeys(("colwise_rep", "colwise_gather_output"), gathered),
-        **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), split),
-    }
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
@@ -57,23 +40,6 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def check_plan(plan: Mapping[str, str]) -> None:
-    """Refuse a plan with styles that are not torch's.
-
-    Raises:
-        ConfigurationError: names them.
-    """
-    known = styles()
-    unknown = {pattern: style for pattern, style in plan.items() if style not in known}
-    if unknown:
-        pattern, style = next(iter(unknown.items()))
-        raise ConfigurationError(
-            f"The model's plan for tensor parallelism divides '{pattern}' by the style {style!r} ({len(unknown)} such "
-            f"entries); {', '.join(known)} are supported.",
-            hint=f"{_OWN_PLAN}.",
-        )
-
-
 def by_plan(plan: Mapping[str, str], shared: set[nn.Parameter]) -> Callable[[Root, Any], None]:
     """Divides layers as a plan says.
 
@@ -81,18 +47,15 @@ def by_plan(plan: Mapping[str, str], shared: set[nn.Parameter]) -> Callable[[Roo
         plan: styles by patterns of dotted names.
         shared: tied weights, whose modules stay whole: one that is divided would be tied no more.
     """
-    known = styles()
-    patterns = [
-        (re.compile(re.escape(pattern).replace(r"\*", r"\d+")), known[style]) for pattern, style in plan.items()
-    ]
+    patterns = [(re.compile(re.escape(pattern).replace(r"\*", r"\d+")), style) for pattern, style in plan.items()]
+
+    def style_of(name: str) -> str | None:
+        return next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
 
     def divide(root: Root, mesh: Any) -> None:
-        from torch.distributed.tensor.parallel import parallelize_module
-
         for name, part in list(root.module.named_modules(prefix=root.name)):
-            style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
-            if style is not None and shared.isdisjoint(part.parameters()):
-                parallelize_module(part, mesh, style)
+            if shared.isdisjoint(part.parameters()):
+                apply_style(name, part, mesh, style_of)
 
     return divide
 
@@ -140,7 +103,8 @@ def _check_even(name: str, parameter: Any) -> None:
         at = placement.dim % parameter.ndim if divides(placement) else None
         # the tensor ranks come last: replicas alone may divide unevenly
         if at is not None and (name_of_dim == TENSOR or at in pieces):
-            pieces[at] = pieces.get(at, 1) * mesh.size(dim)
+            strips = getattr(placement, "split_factor", 1) if name_of_dim == TENSOR else 1
+            pieces[at] = pieces.get(at, 1) * mesh.size(dim) * strips
     for dim, count in pieces.items():
         if parameter.shape[dim] % count:
             raise ConfigurationError(

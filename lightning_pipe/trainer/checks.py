@@ -26,6 +26,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.sharding.refusals import check_sizes
 from lightning_pipe.trainer.world import World
 
 _SEVERAL_OPTIMIZERS = ConfigurationError(
@@ -70,7 +71,7 @@ def refusing_old_options(create: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def check_options(timeout: object, shard_optimizer: object, reduce_dtype: object, passes: int, limit: object) -> None:
+def check_options(timeout: object, reduce_dtype: object, passes: int, limit: object) -> None:
     """Refuse values that options of `PipeStrategy` cannot have.
 
     Raises:
@@ -85,18 +86,32 @@ def check_options(timeout: object, shard_optimizer: object, reduce_dtype: object
             f"reduce_dtype={reduce_dtype!r} is not supported.",
             hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
         )
-    if shard_optimizer not in (False, True, "gradients", "parameters"):
-        raise ConfigurationError(
-            f"shard_optimizer={shard_optimizer!r} is not supported.",
-            hint='Use True, which divides the optimizer\'s state, "gradients", which divides gradients as well, or '
-            '"parameters", which divides these, too.',
-        )
     if passes < 1:
         raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
         raise ConfigurationError(
             f"gather_limit={limit!r}: a number of bytes is needed, 0 or more.",
             hint="2**30 is one GiB; 0 leaves every module divided after a run.",
+        )
+
+
+def check_sharding(shard_optimizer: Sharding, tensor_parallel_size: int, parallelize: object) -> None:
+    """Refuse options of `PipeStrategy` about what processes divide that have no such value, or contradict each other.
+
+    Raises:
+        ConfigurationError: names the option, and what to use.
+    """
+    if shard_optimizer not in (False, True, "gradients", "parameters"):
+        raise ConfigurationError(
+            f"shard_optimizer={shard_optimizer!r} is not supported.",
+            hint='Use True, which divides the optimizer\'s state, "gradients", which divides gradients as well, or '
+            '"parameters", which divides these, too.',
+        )
+    check_sizes(shard_optimizer, tensor_parallel_size)
+    if parallelize is not None and tensor_parallel_size == 1:
+        raise ConfigurationError(
+            "parallelize= divides layers over tensor ranks, and tensor_parallel_size is 1.",
+            hint="Use tensor_parallel_size=2 or more, or leave parallelize out.",
         )
 
 

@@ -18,7 +18,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, TENSOR, is_divided
 from lightning_pipe.sharding.mesh import device_mesh
 from lightning_pipe.sharding.model import ShardedModel
-from lightning_pipe.sharding.refusals import WHAT, check_family, check_sizes
+from lightning_pipe.sharding.refusals import WHAT, check_family
 from lightning_pipe.sharding.roots import roots_of
 from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.torch_internals import is_compiled
@@ -34,6 +34,7 @@ class ModelSharding:
         tensor_parallel_size: processes that compute a layer together.
         parallelize: divides a layer over these.
         reduce_dtype: in which gradients are summed.
+        reshard: whether a stage has whole parameters while it computes alone.
         mesh: of the processes, once they are connected.
         model: the module of the run, once it is divided.
     """
@@ -42,16 +43,9 @@ class ModelSharding:
     tensor_parallel_size: int
     parallelize: Parallelize | None
     reduce_dtype: torch.dtype | None
+    reshard: bool
     mesh: Any = None
     model: ShardedModel | None = None
-
-    def __post_init__(self) -> None:
-        check_sizes(self.option, self.tensor_parallel_size)
-        if self.parallelize is not None and self.tensor_parallel_size == 1:
-            raise ConfigurationError(
-                "parallelize= divides layers over tensor ranks, and tensor_parallel_size is 1.",
-                hint="Use tensor_parallel_size=2 or more, or leave parallelize out.",
-            )
 
     @property
     def wanted(self) -> bool:
@@ -89,6 +83,11 @@ class ModelSharding:
         transport, own = pipeline.transport, any(map(is_divided, module.parameters()))
         if self.by_module(module):  # a stage may have nothing of what the module has divided
             own = any(transport.all_gather_object(own, transport.topology.same_tensor_rank))
+        if self.reshard and not (own or self.option == "parameters"):
+            raise ConfigurationError(
+                "reshard_after_forward=True frees whole parameters, and no replicas divide any.",
+                hint='Use shard_optimizer="parameters", or leave reshard_after_forward out.',
+            )
         if not (self.wanted or own):
             return
         check(module, pipeline)
@@ -98,7 +97,7 @@ class ModelSharding:
             model.over_tensor_ranks(self.mesh[TENSOR], self.parallelize)
         several = transport.topology.replicas > 1
         divide = self.option == "parameters" and several
-        model.over_replicas(self.mesh[DATA], pipeline.ownership, self.reduce_dtype, divide=divide)
+        model.over_replicas(self.mesh[DATA], pipeline.ownership, self.reduce_dtype, divide=divide, reshard=self.reshard)
         self.model, pipeline.reductions.sharded = model, model.parameters
 
     def prepare(self, optimizers: list[Optimizer]) -> None:
@@ -149,11 +148,6 @@ def check(module: pl.LightningModule, pipeline: Pipeline) -> None:
                 f"{WHAT} and {type(callback).__name__} do not go together: its copy of the module is whole.",
                 hint="Leave the callback out, or use shard_optimizer='gradients' without tensor parallelism.",
             )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ConfigurationError(
-            f"{WHAT} and precision='16-mixed' do not go together: its scaler looks at whole gradients.",
-            hint="Use precision='bf16-mixed'.",
-        )
     if any(map(is_compiled, module.modules())):
         raise ConfigurationError(
             f"{WHAT} and compiled layers do not go together: compiled code has the parameters that it was made with.",

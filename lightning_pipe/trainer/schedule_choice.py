@@ -75,6 +75,8 @@ def choose(
     processes: int = 1,
     recompute: Recompute = "never",
     balance: Balance = "time",
+    *,
+    one_pipe: bool = False,
 ) -> ScheduleChoice:
     """The fastest schedule with a flush for one pipeline of so many ranks, as far as it can be told before a run.
 
@@ -91,6 +93,7 @@ def choose(
         processes: on this host.
         recompute: as the user wants it; "never" leaves it open.
         balance: as the user wants it: stages are predicted as the run will cut them.
+        one_pipe: whether no stage may be computed on two ranks: parameters are divided.
 
     Raises:
         ConfigurationError: the layers are not there yet, or no schedule has as many stages as ``balance``.
@@ -122,6 +125,7 @@ def choose(
         pipeline_parallel_size=ranks,
         micro_batches=[number],
         cut=_cut(module, sequence, ranks, balance),
+        families=_of_one_pipe() if one_pipe else None,
         shown=2,
     )
     try:
@@ -132,6 +136,12 @@ def choose(
     else:
         choice = _choice(found, source, recompute)
     return replace(choice, shapes=store.shapes)
+
+
+def _of_one_pipe() -> list[Family]:
+    """The schedules with a flush that compute each stage on one rank."""
+    found = [variant for name in schedules.names() for variant in schedules.get(name).variants()]
+    return [family for family in found if family.synchronous and family.pipes == 1]
 
 
 def _cut(module: nn.Module, layers: Layers, ranks: int, balance: Balance) -> Cut | None:

@@ -110,6 +110,7 @@ class PipeStrategy(ParallelStrategy):
         tensor_parallel_size: processes that compute each layer together, neighbours by number.
         parallelize: ``parallelize(layer, mesh)`` divides a layer, or a module outside the layers, over these; ``None``:
             models of Transformers have a plan, other modules do it in ``configure_model``.
+        reshard_after_forward: with ``"parameters"``: a stage has whole parameters only while it computes.
         accelerator: set by the Trainer, as are the arguments after it.
         parallel_devices: this node's devices.
         cluster_environment: how the processes find each other.
@@ -154,6 +155,7 @@ class PipeStrategy(ParallelStrategy):
         reduce_dtype: Literal["bfloat16"] | None = None,
         tensor_parallel_size: int = 1,
         parallelize: Parallelize | None = None,
+        reshard_after_forward: bool = False,
         *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -163,7 +165,8 @@ class PipeStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._auto = schedule == schedule_choice.AUTO
-        checks.check_options(timeout, shard_optimizer, reduce_dtype, passes, gather_limit)
+        checks.check_options(timeout, reduce_dtype, passes, gather_limit)
+        checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
         if self._auto:
             checks.check_automatic(passes, stages)
         self.processes = Processes()
@@ -173,7 +176,7 @@ class PipeStrategy(ParallelStrategy):
         self._asked = pipeline_parallel_size, data_parallel_size, stages, tensor_parallel_size
         self._layout: RunLayout | None = None
         dtype = None if reduce_dtype is None else torch.bfloat16
-        self.sharding = ModelSharding(shard_optimizer, tensor_parallel_size, parallelize, dtype)
+        self.sharding = ModelSharding(shard_optimizer, tensor_parallel_size, parallelize, dtype, reshard_after_forward)
         self._splitting = BatchSplitting(
             *(micro_batches, split_batch, loss_weight, stream_evaluation and tensor_parallel_size == 1),
             evaluation_micro_batches,
@@ -309,14 +312,14 @@ class PipeStrategy(ParallelStrategy):
         """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
         own, ranks, module = self._stages, self.layout.pipeline_parallel_size, self.lightning_module
         assert module is not None
+        divides = self.sharding.at_once(module)
         found = schedule_choice.kept_by(module.trainer, getattr(self._launcher, "checkpoint", None), ranks)
         if found is None:
-            place = (self.root_device, self.processes_here)
-            of_user = own.micro_batches, *place, own.recompute, own.balance
-            found = schedule_choice.choose(module, own.layers, ranks, *of_user)
+            of_user = own.micro_batches, self.root_device, self.processes_here, own.recompute, own.balance
+            found = schedule_choice.choose(module, own.layers, ranks, *of_user, one_pipe=divides)
         self._choice, self.family, self._layout = found, found.family, None
         # the most that can be divided stays
-        kept = own.shard_optimizer in ("gradients", "parameters") or not found.shard_optimizer
+        kept = divides or own.shard_optimizer == "gradients" or not found.shard_optimizer
         sharding = own.shard_optimizer if kept else found.shard_optimizer
         self._stages = replace(own, family=found.family, recompute=found.recompute, shard_optimizer=sharding)
 

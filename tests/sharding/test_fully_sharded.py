@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning as L
 import pytest
 
+from lightning_pipe.engine.batch import BatchObserver
+from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
 from tests.support.oracle import Trace
 from tests.support.processes import run_trainers
-from tests.support.sharded_runs import Sharded, check
+from tests.support.sharded_runs import MODELS, Sharded, check
 from tests.support.trainer_runs import quiet
 
 REPLICAS = [
@@ -31,6 +36,7 @@ def test_replicas_train_as_one_device() -> None:
     [
         Sharded("interleaved", stages=4, replicas=2, accumulate=2, steps=2),
         Sharded("zero_bubble", replicas=2, micro_batches=4, recompute="never"),
+        Sharded("zero_bubble", replicas=2, micro_batches=4, reshard=True),
         Sharded(stages=1, ranks=1, replicas=2),
     ],
     ids=str,
@@ -57,6 +63,58 @@ def test_values_of_gradients_are_limited() -> None:
     truth = clipped(0, 1)
     for trace in run_trainers(clipped, 2, replicas=2, timeout=80):
         oracle.assert_equal(trace, truth)
+
+
+class WholeParameters(BatchObserver):
+    """Notes how many bytes of whole parameters this process has when a stage begins to compute."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[int, int], int] = {}
+        self.parameters: Any = None
+
+    def before_stage(self, stages: Any, stage: int, micro_batch: int, batch: Any, inbound: Any) -> None:
+        # torch lets a whole parameter live on, and frees its memory
+        self.bytes[stage, micro_batch] = sum(p.untyped_storage().nbytes() for p in self.parameters._whole())
+
+
+def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
+    """Whole parameters when each stage begins each micro-batch, or the error; replicas have batches of these sizes."""
+    from lightning_pipe import PipeStrategy
+
+    class Observe(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            strategy: Any = trainer.strategy
+            observer.parameters = strategy.sharding.model.parameters
+            strategy.pipeline._observers.append(observer)
+
+    quiet()
+    entry, observer = MODELS["pairs"], WholeParameters()
+    batch = {name: value[: sizes[process]] for name, value in entry.batches(1)[0].items()}
+    sizes_of_world = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "stages": 4}
+    own = PipeStrategy("1f1b", 4, **sizes_of_world, shard_optimizer="parameters", reshard_after_forward=reshard)
+    try:
+        oracle.fit(
+            entry.build(), [batch], strategy=own, devices=2, use_distributed_sampler=False, callbacks=[Observe()]
+        )
+    except ConfigurationError as error:
+        return str(error)
+    return observer.bytes
+
+
+@pytest.mark.timeout(100)
+def test_only_the_stage_that_computes_is_whole() -> None:
+    kept, freed = (run_trainers(whole_bytes, 2, reshard=each, sizes=(8, 8), timeout=80)[0] for each in (False, True))
+    assert kept.keys() == freed.keys() == {(stage, number) for stage in range(4) for number in range(4)}
+    layer = sum(parameter.nbytes for parameter in MODELS["pairs"].build().layers[0].parameters())
+    (of_all,), (of_one,) = set(kept.values()), set(freed.values())
+    assert of_all - of_one == 3 * layer
+
+
+@pytest.mark.timeout(100)
+def test_other_numbers_of_micro_batches_on_a_replica() -> None:
+    for refused in run_trainers(whole_bytes, 2, reshard=True, sizes=(8, 3), timeout=80):
+        assert "a batch of 3 micro-batches and another one of 4" in refused
+        assert "drop_last=True" in refused
 
 
 @pytest.mark.slow

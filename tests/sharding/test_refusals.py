@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.config import layout
 from lightning_pipe.errors import ConfigurationError, CutError
-from lightning_pipe.sharding.roots import Root, left_whole, roots_of, tied
-from lightning_pipe.sharding.tensor_parallel import check_divided, check_plan, hooks_inside, names_by_parameter, plan_of
+from lightning_pipe.sharding.fully_sharded import FullySharded
+from lightning_pipe.sharding.roots import Root, left_whole, roots_of, stages_of_parts, tied
+from lightning_pipe.sharding.styles import EXPERTS, apply_style, check_plan
+from lightning_pipe.sharding.tensor_parallel import check_divided, hooks_inside, names_by_parameter, plan_of
 from lightning_pipe.trainer.model_sharding import check
 from tests.support.sharded_runs import MODELS
 
@@ -40,17 +46,16 @@ def test_a_world_that_the_sizes_do_not_divide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "callbacks", "scaler", "message"),
+    ("schedule", "callbacks", "message"),
     [
-        ("chimera", [], None, "two ranks"),
-        ("pipedream", [], None, "versions of the weights"),
-        ("1f1b", [EMAWeightAveraging()], None, "EMAWeightAveraging"),
-        ("1f1b", [], object(), "bf16-mixed"),
+        ("chimera", [], "two ranks"),
+        ("pipedream", [], "versions of the weights"),
+        ("1f1b", [EMAWeightAveraging()], "EMAWeightAveraging"),
     ],
 )
-def test_runs(schedule: str, callbacks: list[Any], scaler: object, message: str) -> None:
+def test_runs(schedule: str, callbacks: list[Any], message: str) -> None:
     family = schedules.get(schedule)
-    trainer = SimpleNamespace(callbacks=callbacks, precision_plugin=SimpleNamespace(scaler=scaler))
+    trainer = SimpleNamespace(callbacks=callbacks)
     module: Any = nn.Linear(2, 2)
     module.trainer = trainer
     pipeline: Any = SimpleNamespace(family=family, synchronous=schedule != "pipedream")
@@ -60,7 +65,7 @@ def test_runs(schedule: str, callbacks: list[Any], scaler: object, message: str)
 
 def test_compiled_layers() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2))
-    module.trainer = SimpleNamespace(callbacks=[], precision_plugin=None)
+    module.trainer = SimpleNamespace(callbacks=[])
     pipeline: Any = SimpleNamespace(family=schedules.get("1f1b"), synchronous=True)
     check(module, pipeline)
     module[0].compile()
@@ -70,8 +75,18 @@ def test_compiled_layers() -> None:
 
 def test_styles_without_a_counterpart() -> None:
     check_plan({"layers.*.q": "colwise", "head": "colwise_gather_output"})
-    with pytest.raises(ConfigurationError, match="'experts' by the style 'grouped_gemm'"):
-        check_plan({"experts": "grouped_gemm"})
+    check_plan({"experts.up": "packed_colwise", "experts.down": "rowwise", "experts": "moe_tp_experts"})
+    with pytest.raises(ConfigurationError, match="'experts' by the style 'ep_dispatch_experts'"):
+        check_plan({"experts": "ep_dispatch_experts"})
+    with pytest.raises(ConfigurationError, match="'qkv' by the style 'packed_colwise'"):
+        check_plan({"qkv": "packed_colwise"})
+
+
+def test_experts_of_which_a_plan_says_too_little() -> None:
+    experts = nn.Bilinear(2, 2, 2)
+    plan = {"experts": EXPERTS, "experts.weight": "packed_colwise"}
+    with pytest.raises(ConfigurationError, match="divides the experts 'experts', and says nothing of their 'bias'"):
+        apply_style("experts", experts, None, plan.get)
 
 
 def test_plans_of_transformers_are_found() -> None:
@@ -133,3 +148,40 @@ def test_what_replicas_do_not_divide() -> None:
     assert left_whole(module, layers) == {module["head"].weight, module.scale, *module["blocks"][2].parameters()}
     roots = roots_of(module, layers, [range(1), range(1, 3)], [1])
     assert [(root.name, root.stage) for root in roots] == [("blocks.1", 1), ("blocks.2", 1), ("head", None)]
+    first, second, third = module["blocks"]
+    stages = {second: 1, third: 1, module["head"]: None, module["blocks"]: None, module: None}
+    assert stages_of_parts(module, roots, layers) == stages
+    assert first not in stages
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "other"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "gathers parameters in their own type"),
+        ({"over": "other"}, "over another mesh than that of the replicas"),
+        ({"together": True}, "fully_shard was given '0', '1' together, which are not in one stage"),
+        ({}, None),
+    ],
+)
+def test_what_a_module_may_ask_of_fully_shard(mesh: Any, options: dict[str, Any], message: str | None) -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    module, own = nn.Sequential(*layers), dict(options)
+    over, together = mesh[own.pop("over", "data_parallel")], own.pop("together", False)
+    for each in [layers] if together else layers:
+        fully_shard(each, mesh=over, **own)
+    topology = SimpleNamespace(replica_processes=lambda rank: {0})
+    transport: Any = SimpleNamespace(topology=topology, rank=0)
+    stages = {layers[0]: 0, layers[1]: 1, module: None}
+    if message is None:
+        FullySharded(module, stages, transport, SimpleNamespace())
+        return
+    with pytest.raises(ConfigurationError, match=message):
+        FullySharded(module, stages, transport, SimpleNamespace())

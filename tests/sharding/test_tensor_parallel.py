@@ -6,18 +6,18 @@ import pytest
 
 from tests.support.sharded_runs import Sharded, check
 
-MODELS = ["llama", "gpt2", "pairs", "divides_itself"]
+MODELS = ["llama", "gpt2", "mixtral", "qwen3", "pairs", "divides_itself"]
 
 
 @pytest.mark.timeout(120)
 def test_tensor_ranks_train_as_one_device() -> None:
-    check(MODELS, Sharded("1f1b", tensor=2, parameters=False), "tensor_parallel")
+    check(MODELS, Sharded("1f1b", tensor=2, parameters=False, steps=5), "tensor_parallel")
 
 
 @pytest.mark.timeout(120)
-def test_interleaved_with_accumulation() -> None:
-    point = Sharded("interleaved", stages=4, tensor=2, parameters=False, accumulate=2, steps=2)
-    check(["llama", "pairs"], point, "tensor_parallel")
+def test_interleaved() -> None:
+    point = Sharded("interleaved", stages=4, micro_batches=4, tensor=2, parameters=False, steps=5)
+    check(["llama", "gpt2", "mixtral", "divided_llama", "rows"], point, "tensor_parallel")
 
 
 @pytest.mark.slow

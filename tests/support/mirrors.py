@@ -91,6 +91,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "mesh": "sharding/test_tensor_parallel",
         "model": "sharding/test_tensor_parallel",
         "roots": "sharding/test_refusals",
+        "styles": "sharding/test_tensor_parallel",
         "undone": "sharding/test_fully_sharded",
     },
     "simulate": {

@@ -10,13 +10,15 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.local_parts import dimensions
+from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.local_parts import dimensions, whole
 from tests.support import oracle
 from tests.support.model_zoo import ZOO, Entry
 from tests.support.oracle import Trace
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import quiet
-from tests.support.zoo.base import WIDTH, Regression
+from tests.support.zoo.base import WIDTH, Module, Regression
+from tests.support.zoo.hugging_face import INITIAL, HuggingFace, gpt2, llama, mean_of_tokens
 from tests.trainer.test_equality import Point, expected
 
 
@@ -68,6 +70,22 @@ def divide_pair(layer: nn.Module, mesh: Any) -> None:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
+def divide_rows(layer: nn.Module, mesh: Any) -> None:
+    """Between the layers each tensor rank has a part of the rows, as sequence parallelism has of positions."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    rows, everything = Shard(0), Replicate()
+    if isinstance(layer, Pair):
+        norm = SequenceParallel(sequence_dim=0)
+        up, down = ColwiseParallel(input_layouts=rows), RowwiseParallel(output_layouts=rows)
+        parallelize_module(layer, mesh, {"norm": norm, "up": up, "down": down})
+    elif isinstance(layer, nn.Linear) and layer.out_features == WIDTH:
+        parallelize_module(layer, mesh, ColwiseParallel(output_layouts=rows))
+    else:
+        parallelize_module(layer, mesh, RowwiseParallel(input_layouts=rows, output_layouts=everything))
+
+
 def divide_gpt2(layer: nn.Module, mesh: Any) -> None:
     """Tensor parallelism of a block of GPT-2, for which Transformers has no plan: of its feed-forward part."""
     mlp = getattr(layer, "mlp", None)
@@ -95,12 +113,88 @@ def _divide_conv(part: nn.Module, mesh: Any, *, columns: bool) -> None:
     distribute_module(part, mesh, parameters, before, behind)
 
 
+def mixtral() -> Module:
+    """Experts, whose router computes in the type of the model: weights in single precision round each rank's sum."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    class Router(MixtralTopKRouter):
+        def forward(self, hidden_states: Tensor) -> Any:
+            logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+            top, indices = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+            return logits, top / top.sum(dim=-1, keepdim=True), indices
+
+    model = MixtralForCausalLM(_small(MixtralConfig, num_local_experts=4, num_key_value_heads=2))
+    for layer in model.model.layers:
+        layer.mlp.gate.__class__ = Router
+    model.set_experts_implementation("eager")
+    model.loss_function = mean_of_tokens
+    return HuggingFace(model)
+
+
+def qwen3() -> Module:
+    """Norms of heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(_small(Qwen3Config, num_key_value_heads=2, head_dim=8))
+    model.loss_function = mean_of_tokens
+    return HuggingFace(model)
+
+
+def _small(config: Callable[..., Any], **sizes: Any) -> Any:
+    sizes = {"num_attention_heads": 2, "intermediate_size": 32, "initializer_range": INITIAL, **sizes}
+    return config(vocab_size=40, hidden_size=16, num_hidden_layers=4, **sizes)
+
+
+def divide_decoder(layer: nn.Module, mesh: Any) -> None:
+    """Tensor parallelism of a layer of Llama, and of the attention of one of Mixtral."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    up, down = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    styles = {**dict.fromkeys(up, ColwiseParallel()), **dict.fromkeys(down, RowwiseParallel())}
+    for name, part in layer.named_modules():
+        if isinstance(part, nn.Linear) and name.rpartition(".")[2] in styles:
+            parallelize_module(part, mesh, styles[name.rpartition(".")[2]])
+
+
+class DividedHuggingFace(HuggingFace):
+    """Divides itself as Lightning's page does: its layers, and then the model around them."""
+
+    def __init__(self, whole: HuggingFace, divide: Callable[..., None]) -> None:
+        super().__init__(whole.model)
+        self.divide = divide
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if self.device_mesh is None:
+            return
+        tensor, data = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
+        base = self.model.base_model
+        for layer in base.h if hasattr(base, "h") else base.layers:
+            if tensor.size() > 1:
+                self.divide(layer, tensor)
+            fully_shard(layer, mesh=data)
+        fully_shard(self.model, mesh=data)
+
+
+def divided(make: Callable[[], Any], divide: Callable[..., None]) -> Callable[[], Module]:
+    """Makes a model of Transformers that divides itself."""
+    return lambda: DividedHuggingFace(make(), divide)
+
+
 MODELS: dict[str, Entry] = {
     **ZOO,
+    "mixtral": Entry("mixtral", mixtral, ZOO["llama"].batches),
+    "qwen3": Entry("qwen3", qwen3, ZOO["llama"].batches),
     "pairs": Entry("pairs", Pairs),
+    "rows": Entry("rows", Pairs),
     "divides_itself": Entry("divides_itself", DividesItself),
+    "divided_gpt2": Entry("divided_gpt2", divided(gpt2, divide_gpt2), ZOO["gpt2"].batches),
+    "divided_llama": Entry("divided_llama", divided(llama, divide_decoder), ZOO["llama"].batches),
+    "divided_mixtral": Entry("divided_mixtral", divided(mixtral, divide_decoder), ZOO["llama"].batches),
 }
-PARALLELIZE: dict[str, Callable[..., Any]] = {"gpt2": divide_gpt2, "pairs": divide_pair}
+PARALLELIZE: dict[str, Callable[..., Any]] = {"gpt2": divide_gpt2, "pairs": divide_pair, "rows": divide_rows}
 """What divides the layers of models without a plan of their own."""
 
 
@@ -112,14 +206,16 @@ class Sharded(Point):
         tensor: processes that compute a layer together.
         parameters: whether the replicas divide parameters.
         recompute: of the strategy.
+        reshard: whether only the stage that computes is whole.
     """
 
     tensor: int = 1
     parameters: bool = True
     recompute: str = "never"
+    reshard: bool = False
 
     def __str__(self) -> str:
-        return f"{super().__str__()}-t{self.tensor}" + "-fsdp" * self.parameters
+        return f"{super().__str__()}-t{self.tensor}" + "-fsdp" * self.parameters + "-reshard" * self.reshard
 
     @property
     def strategy(self) -> dict[str, Any]:
@@ -128,6 +224,7 @@ class Sharded(Point):
             "shard_optimizer": "parameters" if self.parameters else False,
             "tensor_parallel_size": self.tensor,
             "recompute": self.recompute,
+            "reshard_after_forward": self.reshard,
         }
 
     @property
@@ -149,6 +246,18 @@ class Kinds(L.Callback):
         self.found |= {"x".join(sorted(dimensions(parameter))) for parameter in pl_module.parameters()}
 
 
+class Weights(L.Callback):
+    """Puts together the parameters that this process has a part of."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        held = {name: p for name, p in pl_module.named_parameters() if not is_absent(p)}
+        # cloned: FSDP frees what is whole when a validation has gathered it
+        self.found = {name: whole(p.detach()).clone() for name, p in held.items()}
+
+
 def fit_all(process: int, names: list[str], point: Sharded) -> list[tuple[Trace, set[str]]]:
     """What one process runs: every model with a Trainer of its own; with the ways in which parameters were divided."""
     from lightning_pipe import PipeStrategy
@@ -162,7 +271,7 @@ def fit_all(process: int, names: list[str], point: Sharded) -> list[tuple[Trace,
         options = dict(point.strategy)
         if name in PARALLELIZE and point.tensor > 1:
             options["parallelize"] = PARALLELIZE[name]
-        if name == "divides_itself":
+        if name.startswith("divide"):
             options["shard_optimizer"] = False
         kinds = Kinds()
         module = entry.build()
@@ -180,7 +289,7 @@ def fit_all(process: int, names: list[str], point: Sharded) -> list[tuple[Trace,
         except BaseException as error:
             error.add_note(f"model {name}")
             raise
-        if name == "divides_itself":  # it stays in parts
+        if name.startswith("divide"):  # it stays in parts
             trace.weights = {}
         found.append((trace, kinds.found))
     return found

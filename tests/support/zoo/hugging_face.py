@@ -27,7 +27,7 @@ class HuggingFace(Module):
         return self.model(**batch).loss
 
 
-def _mean_of_tokens(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+def mean_of_tokens(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
     """The causal language model's loss without its detour over float32."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
@@ -49,7 +49,7 @@ def gpt2() -> Module:
         eos_token_id=1,
     )
     model = GPT2LMHeadModel(config)
-    model.loss_function = _mean_of_tokens
+    model.loss_function = mean_of_tokens
     return HuggingFace(model)
 
 
@@ -82,7 +82,7 @@ def llama() -> Module:
         initializer_range=INITIAL,
     )
     model = LlamaForCausalLM(config)
-    model.loss_function = _mean_of_tokens
+    model.loss_function = mean_of_tokens
     return HuggingFace(model)
 
 

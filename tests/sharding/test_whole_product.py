@@ -1,0 +1,245 @@
+"""Everything else that a run may have, with parameters in parts: each as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from tests.support import oracle
+from tests.support.oracle import Trace
+from tests.support.processes import run_trainers
+from tests.support.sharded_runs import Pair, Pairs, divide_pair
+from tests.support.trainer_runs import QUIET, quiet
+from tests.support.zoo.base import WIDTH
+from tests.support.zoo.hugging_face import llama
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "parameters": {"data_parallel_size": 2, "shard_optimizer": "parameters"},
+    "tensor": {"tensor_parallel_size": 2, "parallelize": divide_pair},
+    "replicas": {"data_parallel_size": 2},
+}
+
+
+class Weighted(Pairs):
+    """A mean in which samples count differently."""
+
+    def loss(self, batch: Any) -> Tensor:
+        squares = (self(batch["x"]) - batch["y"]).square().flatten()
+        return (batch["w"] * squares).sum() / batch["w"].sum()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch["x"])
+
+
+class Plain(Weighted):
+    """An optimizer that does not enlarge the differences of small gradients, as Adam does."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
+class Built(Weighted):
+    """Layers that are there once ``configure_model`` has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.embed, self.layers, self.head
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+            self.layers = nn.ModuleList([Pair() for _ in range(4)])
+
+
+class Normalised(Weighted):
+    """Batch norm in the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.norm = nn.BatchNorm1d(WIDTH)
+
+
+class Pretrained(Weighted):
+    """A model of Transformers from a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        del self.embed, self.layers, self.head
+        self.folder, self.model = folder, None
+
+    def configure_model(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        if self.model is None:
+            self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x.unsqueeze(1).repeat(1, 3, 2)).logits.mean(2)[:, -1:]
+
+
+def scaler() -> MixedPrecision:
+    """Its first step overflows, by far: half the loss on each of two replicas would not do so at every scale."""
+    options: Any = {"init_scale": 2.0**24, "backoff_factor": 2.0**-14, "growth_interval": 3}
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to use a Trainer.
+
+    Args:
+        make: the module, from a folder.
+        strategy: further arguments of the strategy.
+        trainer: arguments of the Trainer.
+        plugins: make plugins.
+        dtype: of the module and its batches.
+        layouts: with which it runs.
+        tolerance: the largest difference from one device.
+    """
+
+    make: Callable[[Path], L.LightningModule] = lambda folder: Weighted()
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    plugins: tuple[Callable[[], Any], ...] = ()
+    dtype: torch.dtype = torch.float64
+    layouts: tuple[str, ...] = ("parameters", "tensor")
+    tolerance: float = 1e-9
+
+
+_SINGLE: dict[str, Any] = {"dtype": torch.float32, "strategy": {"micro_batches": 1}}
+_CLIPPED = {"gradient_clip_val": 0.3}
+CASES = {
+    "weighted": Case(
+        strategy={"loss_weight": lambda batch: batch["w"].sum(), "recompute": "except_last", "micro_batches": 3},
+        trainer={"accumulate_grad_batches": 2, **_CLIPPED},
+    ),
+    "divided_backward_passes": Case(
+        strategy={"schedule": "zero_bubble", "loss_weight": lambda batch: batch["w"].sum()},
+        trainer=_CLIPPED,
+        layouts=("tensor",),
+    ),
+    "normalised": Case(lambda folder: Normalised(), {"micro_batches": 2}, layouts=("parameters", "tensor", "replicas")),
+    "built": Case(lambda folder: Built(), {"micro_batches": 1}, {"precision": "64-true"}),
+    "pretrained": Case(Pretrained, {"micro_batches": 1, "parallelize": None}),
+    # sums over replicas are exact here, those over tensor ranks are rounded to the eight bits of a bfloat16
+    "bf16_mixed": Case(trainer={"precision": "bf16-mixed"}, layouts=("parameters",), tolerance=1e-5, **_SINGLE),
+    "bf16_mixed_tensor": Case(
+        lambda folder: Plain(), trainer={"precision": "bf16-mixed"}, layouts=("tensor",), tolerance=2**-7, **_SINGLE
+    ),
+    "bf16_true": Case(trainer={"precision": "bf16-true"}, layouts=("parameters",), tolerance=1e-5, **_SINGLE),
+    "scaled": Case(plugins=(scaler,), trainer={"max_epochs": 2}, layouts=("parameters",), tolerance=1e-5, **_SINGLE),
+    "scaled_tensor": Case(
+        lambda folder: Plain(),
+        plugins=(scaler,),
+        trainer={"max_epochs": 2, **_CLIPPED},
+        layouts=("tensor",),
+        tolerance=2**-9,
+        **_SINGLE,
+    ),
+}
+
+
+class Scales(L.Callback):
+    """Notes the scale of the loss after each batch: it falls where all ranks have found an overflow."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        plugin: Any = trainer.precision_plugin
+        self.found.append(plugin.scaler.get_scale() if getattr(plugin, "scaler", None) else 1.0)
+
+
+def batches(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Four of them, the third is shorter."""
+    draw = torch.Generator().manual_seed(5)
+    shapes = {"x": (WIDTH,), "y": (1,), "w": ()}
+    return [
+        {
+            name: torch.rand(rows, *shape, generator=draw, dtype=torch.float64).to(dtype)
+            for name, shape in shapes.items()
+        }
+        for rows in (8, 8, 5, 8)
+    ]
+
+
+def fit(case: Case, folder: str, strategy: Any, devices: int) -> Trace:
+    """What training, validation, test and prediction leave; all replicas have the same batches."""
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module = case.make(Path(folder))
+    if "precision" not in case.trainer:
+        module = module.to(case.dtype)
+    recorder, scales, own = oracle.Recorder(), Scales(), batches(case.dtype)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        use_distributed_sampler=False,
+        callbacks=[recorder, scales],
+        plugins=[make() for make in case.plugins] or None,
+        **{"max_epochs": 1, **QUIET, **case.trainer},
+    )
+    trainer.fit(module, oracle.loader(own), oracle.loader(own[:2]))
+    trace = recorder.trace
+    trace.weights = oracle.state_of(module)
+    trace.metrics = oracle.numbers(
+        {**trainer.callback_metrics, **{f"scale {n}": s for n, s in enumerate(scales.found)}}
+    )
+    trace.metrics |= oracle.numbers(trainer.validate(module, oracle.loader(own), verbose=False)[0])
+    trace.metrics |= oracle.numbers(trainer.test(module, oracle.loader(own[1:]), verbose=False)[0])
+    predicted: Any = trainer.predict(module, oracle.loader(own))
+    trace.weights["predicted"] = torch.cat(predicted)
+    return trace
+
+
+def fit_all(process: int, folder: str) -> dict[tuple[str, str], Trace]:
+    """Each case with each of its layouts."""
+    from lightning_pipe import PipeStrategy
+
+    found = {}
+    for name, case in CASES.items():
+        for layout in case.layouts:
+            options = {**LAYOUTS[layout], **case.strategy}
+            if layout != "tensor":
+                options.pop("parallelize", None)
+            try:
+                found[name, layout] = fit(case, folder, PipeStrategy(pipeline_parallel_size=2, **options), 4)
+            except BaseException as error:
+                error.add_note(f"{name}, {layout}")
+                raise
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_each_as_on_one_device(tmp_path: Path) -> None:
+    from lightning_pipe import PipeStrategy
+
+    torch.manual_seed(3)
+    llama().model.double().save_pretrained(tmp_path)
+    found = run_trainers(fit_all, 4, folder=str(tmp_path), timeout=280)
+    wrong: list[str] = []
+    for name, case in CASES.items():
+        # statistics of micro-batches are not those of a batch: the same pipeline, undivided
+        own = PipeStrategy(pipeline_parallel_size=1, **case.strategy) if name == "normalised" else "auto"
+        truth = fit(case, str(tmp_path), own, 1)
+        for process, traces in enumerate(found):
+            for layout in case.layouts:
+                replicas = traces[name, "replicas"] if name == "normalised" and layout == "parameters" else truth
+                differ = oracle.differences(traces[name, layout], replicas, case.tolerance)
+                if layout != "replicas":
+                    wrong += [f"{name}, {layout}, process {process}: {line}" for line in differ]
+    assert not wrong, "\n  ".join(wrong[:30])
+    scales = [value for name, value in found[0]["scaled", "parameters"].metrics.items() if name.startswith("scale ")]
+    assert scales[0] < 2.0**24, "the first step did not overflow"
+    assert any(later > earlier for earlier, later in pairwise(scales)), "no step was made"
