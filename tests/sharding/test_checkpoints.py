@@ -8,10 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 
+from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.processes import run_trainers
-from tests.support.sharded_runs import MODELS, divide_pair
+from tests.support.sharded_runs import MODELS, Weights, divide_pair
 from tests.support.trainer_runs import QUIET, quiet
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -32,7 +34,6 @@ def fit(strategy: Any, devices: int, epochs: int, ckpt_path: Path | None = None,
         strategy=strategy,
         max_epochs=epochs,
         use_distributed_sampler=False,
-        gradient_clip_val=0.5,
         num_sanity_val_steps=0,
         **QUIET,
     )
@@ -49,6 +50,46 @@ def fit(strategy: Any, devices: int, epochs: int, ckpt_path: Path | None = None,
     return oracle.state_of(module), tested[0]["test_loss"]
 
 
+def fit_divided(process: int, save: Path, ckpt_path: Path | None = None) -> dict[str, Any]:
+    """Train with Lightning's `ModelParallelStrategy`: an epoch, or on to the second one."""
+    quiet()
+    entry, weights = MODELS["divides_itself"], Weights()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+        max_epochs=1 if ckpt_path is None else 2,
+        use_distributed_sampler=False,
+        callbacks=[weights],
+        num_sanity_val_steps=0,
+        **QUIET,
+    )
+    batches, held_out = oracle.loader(entry.batches(3)), oracle.loader(entry.batches(1))
+    trainer.fit(entry.build(), batches, held_out, ckpt_path=ckpt_path, weights_only=False)
+    trainer.save_checkpoint(save)
+    return weights.found
+
+
+def fit_and_test_anew(folder: Path) -> tuple[str, float]:
+    """A module that divides itself: what a second run says, and what it gives with a new module and a checkpoint."""
+    from lightning_pipe import PipeStrategy
+
+    entry, path = MODELS["divides_itself"], folder / "divided.ckpt"
+    module = entry.build()
+    sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    strategy = PipeStrategy(micro_batches=2, **sizes, save_distributed_checkpoint=True)
+    options: Any = {"accelerator": "cpu", "devices": 4, "use_distributed_sampler": False, **QUIET}
+    trainer = L.Trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **options)
+    trainer.fit(module, oracle.loader(entry.batches(3)))
+    trainer.save_checkpoint(path)
+    tested = trainer.test(entry.build(), oracle.loader(entry.batches(2)), path, verbose=False, weights_only=False)
+    try:
+        trainer.test(module, oracle.loader(entry.batches(2)), verbose=False)
+    except ConfigurationError as error:
+        return str(error), tested[0]["test_loss"]
+    return "", 0.0
+
+
 def go_on(process: int, folder: str) -> dict[str, Any]:
     """Train an epoch in each layout and save, then another one in the other layout."""
     from lightning_pipe import PipeStrategy
@@ -60,6 +101,11 @@ def go_on(process: int, folder: str) -> dict[str, Any]:
     for name, options in LAYOUTS.items():
         strategy = PipeStrategy(pipeline_parallel_size=2, micro_batches=2, **options)
         found[f"{name} 2"] = fit(strategy, 4, 2, ckpt_path=place / f"{OTHER[name]}.ckpt")
+    found["lightning 1"] = fit_divided(process, place / "lightning.ckpt"), None
+    found["lightning 2"] = fit_divided(process, place / "on.ckpt", ckpt_path=place / "parameters.ckpt"), None
+    strategy = PipeStrategy(pipeline_parallel_size=2, micro_batches=2, **LAYOUTS["tensor"])
+    found["of_lightning 2"] = fit(strategy, 4, 2, ckpt_path=place / "lightning.ckpt")
+    found["anew"] = fit_and_test_anew(place)
     return found
 
 
@@ -70,10 +116,13 @@ def test_checkpoints_are_those_of_one_device(tmp_path: Path) -> None:
         epochs: fit("auto", 1, epochs, save=tmp_path / "one.ckpt" if epochs == 1 else None) for epochs in (1, 2)
     }
     for of_process in found:
+        refused, tested = of_process.pop("anew")
+        assert "goes on in a new one, from a checkpoint" in refused
+        assert oracle.close(tested, expected[1][1])
         for name, (weights, tested) in of_process.items():
             truth, loss = expected[int(name[-1])]
-            oracle.assert_equal(oracle.Trace(weights=weights), oracle.Trace(weights=truth))
-            assert oracle.close(tested, loss)
+            assert oracle.differences(oracle.Trace(weights=weights), oracle.Trace(weights=truth)) == [], name
+            assert tested is None or oracle.close(tested, loss)
     one, written = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("one", "tensor"))
     oracle.assert_equal(oracle.Trace(weights=written["state_dict"]), oracle.Trace(weights=one["state_dict"]))
     states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, written)]
@@ -84,3 +133,41 @@ def test_checkpoints_are_those_of_one_device(tmp_path: Path) -> None:
     # one device goes on from what tensor ranks have written
     weights, _ = fit("auto", 1, 2, ckpt_path=tmp_path / "tensor.ckpt")
     oracle.assert_equal(oracle.Trace(weights=weights), oracle.Trace(weights=expected[2][0]))
+
+
+def on_eight(process: int, epochs: int, ckpt_path: Path | None = None, save: Path | None = None) -> Any:
+    """Two stages of two replicas of two tensor ranks."""
+    from lightning_pipe import PipeStrategy
+
+    sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2, **LAYOUTS["tensor"]}
+    options = {"shard_optimizer": "parameters", "save_distributed_checkpoint": True, "micro_batches": 2}
+    return fit(PipeStrategy(**sizes, **options), 8, epochs, ckpt_path, save)
+
+
+def on_four(process: int, ckpt_path: Path, save: Path) -> dict[str, Any]:
+    """Four stages go on from a folder, and so does Lightning's strategy, which then writes one of its own."""
+    from lightning_pipe import PipeStrategy
+
+    return {
+        "stages": fit(PipeStrategy(pipeline_parallel_size=4, micro_batches=2), 4, 2, ckpt_path)[0],
+        "lightning": fit_divided(process, save.with_suffix(".on"), ckpt_path),
+        "first": fit_divided(process, save),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_folders_of_three_dimensions(tmp_path: Path) -> None:
+    from lightning_pipe import PipeStrategy
+
+    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    first = run_trainers(on_eight, 8, epochs=1, save=ours, timeout=150)
+    four = run_trainers(on_four, 4, ckpt_path=ours, save=theirs, timeout=150)
+    second = run_trainers(on_eight, 8, epochs=2, ckpt_path=theirs, timeout=150)
+    one = fit(PipeStrategy(pipeline_parallel_size=1, micro_batches=2), 1, 2, ours)
+    truth = {epochs: fit("auto", 1, epochs)[0] for epochs in (1, 2)}
+    found = [(1, weights) for weights, _ in first] + [(2, weights) for weights, _ in (*second, one)]
+    for of_process in four:
+        found += [(1, of_process["first"]), (2, of_process["stages"]), (2, of_process["lightning"])]
+    for epochs, weights in found:
+        oracle.assert_equal(oracle.Trace(weights=weights), oracle.Trace(weights=truth[epochs]))

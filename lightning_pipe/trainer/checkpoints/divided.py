@@ -114,14 +114,17 @@ class Checkpoints:
             owners = self._owners(checkpoint)
             rest = gather({key: value for key, value in checkpoint.items() if key not in _SHARDED}, owners, transport)
             state = checkpoint["state_dict"].items()
-            shards["model"] = {key: value for key, value in state if owners.of_tensor(key, value) == transport.rank}
-            check_known(shards["model"])
+            own = {key: value for key, value in state if owners.of_tensor(key, value) == transport.rank}
+            check_known(own)
+            divided = self._pipeline is not None and self._pipeline.reductions.sharded is not None
+            shards[folder.MODEL_PARALLEL if divided else folder.MODEL] = own
             for number, shard in enumerate(self._optimizer_shards(checkpoint, owners, optimizers)):
                 # torch.distributed.checkpoint loses empty dictionaries, as of optimizers that keep nothing
                 place = shards if owners.have_states(number) else rest
                 if place is not None:
                     place[folder.optimizer_key(number)] = shard
-        folder.save(os.fspath(path), shards, rest, transport, transport.topology.process(0, self._writer))
+        writer = transport.topology.tensor_slices[0].process(0, self._writer)
+        folder.save(os.fspath(path), shards, rest, transport, writer)
 
     def _optimizer_shards(
         self, checkpoint: dict[str, Any], owners: Owners, optimizers: Sequence[Optimizer]

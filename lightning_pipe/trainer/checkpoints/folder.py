@@ -1,7 +1,8 @@
-"""A checkpoint as a folder that all ranks write, in the layout of Lightning's FSDPStrategy.
+"""A checkpoint as a folder that all ranks write, in the layout of Lightning's strategies.
 
 The module's state and the optimizers' go through ``torch.distributed.checkpoint``, under ``model``, ``optimizer_0`` and
 so on, with the names of parameters in the place of their numbers. Everything else is in ``meta.pt`` beside them.
+``FSDPStrategy`` has the module's state under ``model``, ``ModelParallelStrategy`` under ``state_dict``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from lightning_pipe.transport.base import Transport
 REST = "meta.pt"
 _COMPLETE = ".metadata"
 """The file that torch writes last."""
-_MODEL = "model"
+MODEL, MODEL_PARALLEL = "model", "state_dict"
+"""Where the module's state is: where ranks have whole parameters, and where several divide each."""
 _EARLIER = {"checkpoint", "values", "tensors", "like"}
 """What was in ``meta.pt`` before folders had the layout of Lightning's."""
 
@@ -94,10 +96,11 @@ def load(path: str, holds: Callable[[str], bool], weights_only: bool | None) -> 
         raise CheckpointError(
             f"The folder {path} cannot be read: {_reason(error)}.", hint="Resume from another checkpoint."
         ) from None
-    if _MODEL not in states:
-        raise CheckpointError(f"The folder {path} is none of Lightning's: it has no {_MODEL!r}, but {list(states)}.")
+    key = next((key for key in (MODEL, MODEL_PARALLEL) if key in states), None)
+    if key is None:
+        raise CheckpointError(f"The folder {path} is none of Lightning's: it has no {MODEL!r}, but {list(states)}.")
     states.update(rest)  # which has the optimizers that keep nothing of any parameter
-    checkpoint = {"state_dict": states.pop(_MODEL), "optimizer_states": []}
+    checkpoint = {"state_dict": states.pop(key), "optimizer_states": []}
     while (key := optimizer_key(len(checkpoint["optimizer_states"]))) in states:
         checkpoint["optimizer_states"].append(states.pop(key))
     return {**checkpoint, **states}
@@ -131,7 +134,7 @@ def _states(path: str, holds: Callable[[str], bool]) -> dict[str, Any]:
 
 def _name(path: tuple[Any, ...]) -> str:
     """The parameter or buffer of a tensor at a path: it is behind ``model``, or ``optimizer_0`` and ``state``."""
-    at = 1 if path[0] == _MODEL else 2
+    at = 1 if path[0] in (MODEL, MODEL_PARALLEL) else 2
     return str(path[at]) if len(path) > at else ""
 
 
