@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 REASON = "ValueError: an injected fault"
@@ -58,7 +58,8 @@ class Fault:
     def name(self) -> str:
         """How the command line calls it."""
         where = "all" if self.process is None else self.process
-        return f"{self.kind}@{self.phase or 'run'}:{where}" + (f"of{self.processes}" if self.processes != 2 else "")
+        number = f"of{self.processes}" if self.processes != 2 else ""
+        return f"{self.kind}@{self.phase or 'run'}:{where}{number}" + "-sharded" * bool(self.options.get("sharded"))
 
     @property
     def success(self) -> bool:
@@ -69,7 +70,7 @@ class Fault:
 def catalogue() -> dict[str, Fault]:
     """All faults by name."""
     faults: dict[str, Fault] = {}
-    for fault in (*_everywhere(), *_replicated(), *_alone(), *_second(), *_files(), *_data()):
+    for fault in (*_everywhere(), *_replicated(), *_sharded(), *_alone(), *_second(), *_files(), *_data()):
         assert fault.name not in faults, fault.name
         faults[fault.name] = fault
     return faults
@@ -127,6 +128,14 @@ def _replicated() -> Iterator[Fault]:
         yield _fault("kill", "middle", process, 4)
     yield _fault("hang", "middle", 3, 4)
     yield Fault("uneven", "", None, 4, told=r"(?i)fewer batches|more batches|differ")
+
+
+def _sharded() -> Iterator[Fault]:
+    """Two pipelines of two ranks, which divide all parameters."""
+    for process in (0, 3):
+        for kind in ("raise", "kill", "hang"):
+            fault = _fault(kind, "middle", process, 4)
+            yield replace(fault, options={**fault.options, "sharded": True})
 
 
 def _alone() -> Iterator[Fault]:

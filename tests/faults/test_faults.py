@@ -8,8 +8,8 @@ from tests.faults.__main__ import line, printed
 from tests.faults.catalogue import catalogue
 from tests.faults.running import run
 
-FAST = ("raise@fit_end:1",)
-"""A real run of several processes; tests of the launcher, of stopping and of meetings cover other kinds quickly."""
+FAST = ("raise@fit_end:1", "kill@middle:3of4-sharded")
+"""Real runs of several processes; tests of the launcher, of stopping and of meetings cover other kinds quickly."""
 
 
 @pytest.mark.timeout(400)

@@ -189,6 +189,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         data_parallel_size=options["processes"] // 2,
         timeout=timedelta(seconds=options["timeout"]),
         save_distributed_checkpoint=bool(options.get("folder")),
+        shard_optimizer="parameters" if options.get("sharded") else False,
     )
     trainer = L.Trainer(
         accelerator="cpu",
