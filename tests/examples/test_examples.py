@@ -119,3 +119,25 @@ def test_notebook(tmp_path: Path) -> None:
     assert re.search(r"loss \d", printed[1])
     assert re.search(r"loss \d", printed[2])
     assert "stage 1" in printed[3]
+
+
+@pytest.mark.feature(
+    "Optimizers and schedulers",
+    'tensor parallelism inside stages (tensor_parallel_size), and parameters in parts (shard_optimizer="parameters")',
+    "works",
+    "as on one device; a model of Transformers by its own plan",
+)
+@pytest.mark.slow
+@pytest.mark.timeout(3 * SECONDS)
+def test_three_dimensions(tmp_path: Path) -> None:
+    def losses(stages: int, replicas: int, tensor: int) -> list[float]:
+        sizes = {"stages": stages, "replicas": replicas, "tensor": tensor}
+        words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+        return [float(loss) for loss in re.findall(r"loss (\d\.\d+)", run(tmp_path, str(script), *words))]
+
+    script = EXAMPLES / "three_dimensions.py"
+    alone = losses(1, 1, 1)
+    assert len(alone) == 2
+    assert losses(2, 1, 2) == pytest.approx(alone, abs=2e-4)
+    # replicas see half of the samples each, in steps of twice as many
+    assert losses(2, 2, 1)[1] < alone[0]
