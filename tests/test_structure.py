@@ -22,7 +22,7 @@ BUDGET = {
     "engine": 4790,
     "schedules": 3430,
     "transport": 2890,
-    "planning": 3000,
+    "planning": 2930,
     "parameters": 2090,
     "construction": 1550,
     "partition": 1400,
@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 393, 137, 37
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 392, 137, 37
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 SLACK = 1.03
 """A budget that is further than this above its room is to be lowered."""

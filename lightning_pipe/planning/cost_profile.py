@@ -53,6 +53,11 @@ class SizeCosts:
     stage_backward: float = 0.0
     backward_input: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.backward_input:
+            rest = tuple(whole - weight for whole, weight in zip(self.backward, self.backward_weight, strict=True))
+            object.__setattr__(self, "backward_input", rest)
+
     def mixed(self, other: SizeCosts, share: float) -> SizeCosts:
         """The costs on the line from these (``share=0``) to another size's (``share=1``); no cost falls below zero."""
 
@@ -66,8 +71,7 @@ class SizeCosts:
     def scaled(self, factor: float) -> SizeCosts:
         """Larger by a factor in every respect."""
         none = (0.0,) * len(self.forward)
-        nothing = SizeCosts(none, none, none, none, none, backward_input=(0.0,) * len(self.backward_input))
-        return nothing.mixed(self, factor)
+        return SizeCosts(none, none, none, none, none).mixed(self, factor)
 
 
 @dataclass(frozen=True)
@@ -182,13 +186,12 @@ class CostProfile:
         none = [0.0] * len(sums)
         kept = [min(*each) for each in zip(costs.saved_bytes, handed, strict=True)]
         inside = [saved - whole for saved, whole in zip(costs.saved_bytes, kept, strict=True)]
-        halves = over(costs.backward_input, sums) if costs.backward_input else ()
         return replace(
             costs,
             forward=over(costs.forward, sums),
             backward=over(costs.backward, sums),
             backward_weight=over(costs.backward_weight, none),
-            backward_input=halves,
+            backward_input=over(costs.backward_input, sums),
             saved_bytes=over(inside, kept),
         )
 
@@ -286,8 +289,6 @@ def _made(content: dict[str, Any]) -> CostProfile:
     sizes = {int(size): _size(costs, len(layers)) for size, costs in content.pop("sizes").items()}
     if not layers or not sizes or min(sizes) < 1:
         raise ValueError("it needs at least one layer, and one size of micro-batches, of one sample or more")
-    if len({len(costs.backward_input) for costs in sizes.values()}) > 1:
-        raise ValueError("backward_input is needed for all sizes of micro-batches, or for none")
     for layer in layers:
         _checked_sizes("", layer)
     for name in {"message", "all_reduce"} & content.keys():
@@ -335,8 +336,6 @@ def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
             made[name] = float(_checked(name, value))
             continue
         given = value if isinstance(value, list) else [value] * layers
-        if name == "backward_input" and not given:
-            continue
         if len(given) != layers:
             raise ValueError(f"{name} needs {layers} numbers, one for each layer, got {len(given)}")
         made[name] = tuple(float(_checked(name, number)) for number in given)

@@ -23,6 +23,12 @@ _GUESSED = (
     "parameters for whole"
 )
 
+_DIVIDED = {
+    True: "its optimizer state",
+    "gradients": "its optimizer state and, once they are summed, its gradients",
+    "parameters": "its optimizer state, its gradients once they are summed, and between batches its values",
+}
+
 
 class Factors(NamedTuple):
     """What a holder of trained parameters has, in bytes, or in multiples of the parameters.
@@ -67,12 +73,14 @@ class Division:
         tensor: into how many pieces tensor ranks divide a parameter, by its name; others are whole on each of them.
         whole: names of parameters whose values all holders have, whatever ``sharding`` says.
         note: what a plan says of it, where it is a guess.
+        number_bytes: bytes of a number; ``None``: as in each parameter.
     """
 
     sharding: Sharding = False
     tensor: Mapping[str, int] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     note: str = ""
+    number_bytes: int | None = None
 
     @classmethod
     def before_run(cls, module: nn.Module, layers: Layers, sharding: Sharding, tensor: int) -> Division:
@@ -119,14 +127,22 @@ class Division:
         """What the holders of a parameter divide."""
         return False if one.name in self.whole else self.sharding
 
-    def size(self, one: ParameterPlace, number_bytes: int | None = None) -> int:
-        """Bytes of a parameter on one of its tensor ranks.
+    def size(self, one: ParameterPlace) -> int:
+        """Bytes of a parameter on one of its tensor ranks."""
+        return self.whole_size(one) // self.tensor.get(one.name, 1)
 
-        Args:
-            one: the parameter.
-            number_bytes: bytes of a number; ``None``: as in the parameter.
-        """
-        return one.size * (number_bytes or one.parameter.element_size()) // self.tensor.get(one.name, 1)
+    def whole_size(self, one: ParameterPlace) -> int:
+        """Bytes of a parameter on one device."""
+        return one.size * (self.number_bytes or one.parameter.element_size())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan says of it."""
+        notes = [self.note] if self.note else []
+        if self.sharding:
+            what = _DIVIDED[self.sharding]
+            notes.append(f"shard_optimizer={self.sharding!r}: the holders of a parameter divide {what}")
+        return tuple(notes)
 
 
 def _of_plan(module: nn.Module, layers: Layers, plan: Mapping[str, str]) -> Iterator[str]:

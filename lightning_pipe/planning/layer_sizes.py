@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from lightning_pipe.config import Sharding
-from lightning_pipe.partition import Layers, ParameterPlace, parameter_places
+from lightning_pipe.partition import Layers, parameter_places
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.planning.division import Division
 from lightning_pipe.simulate.link import Link
@@ -17,11 +17,7 @@ _FLOPS, _BANDWIDTH, _LATENCY = 1e12, 1e10, 5e-5
 """Of an imaginary device, in FLOP/s, byte/s and seconds: only the proportion of estimated times has a meaning."""
 
 
-def _whole(one: ParameterPlace) -> int:
-    return one.size * one.parameter.element_size()
-
-
-def without_times(module: nn.Module, layers: Layers, size_of: Callable[[ParameterPlace], int] = _whole) -> CostProfile:
+def without_times(module: nn.Module, layers: Layers, division: Division | None = None) -> CostProfile:
     """A profile of layers and parameters alone, for whoever measures or estimates the rest; messages are guessed.
 
     Parameters outside the layers count at each layer that brings them to its stage.
@@ -29,13 +25,13 @@ def without_times(module: nn.Module, layers: Layers, size_of: Callable[[Paramete
     Args:
         module: the module.
         layers: its layer sequence.
-        size_of: bytes of a parameter on a process that holds it.
+        division: what tensor ranks divide.
     """
     numbers, sizes, frozen = [0] * len(layers), [0] * len(layers), [0] * len(layers)
     tied: dict[tuple[int, ...], TiedSizes] = {}
     for held in parameter_places(module, layers):
         places = tuple(sorted({*held.inside, *held.beside}))
-        size = size_of(held)
+        size = (division or Division()).size(held)
         still = 0 if held.parameter.requires_grad else size
         for place in places:
             numbers[place] += held.size
@@ -105,4 +101,4 @@ def of_process(
     """
     costs = (estimated(module, layers) if measured is None else measured).over_tensor_ranks(tensor)
     division = Division.before_run(module, layers, sharding, tensor)
-    return of_module(costs, without_times(module, layers, division.size))
+    return of_module(costs, without_times(module, layers, division))

@@ -11,22 +11,15 @@ from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.config import BatchEquation, RunLayout, micro_batch_count
-from lightning_pipe.partition import AUTO, Layers, ParameterPlace, divide, find_layers, places_by_stage
+from lightning_pipe.partition import AUTO, Layers, divide, find_layers, places_by_stage
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.layer_sizes import of_process
-from lightning_pipe.planning.memory import ParameterBytes, process_memories, sharding_notes
+from lightning_pipe.planning.memory import Held
 from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
-from lightning_pipe.planning.traffic import (
-    NodeTraffic,
-    messages_of,
-    node_traffic,
-    owners,
-    scaled,
-    step_sums,
-)
+from lightning_pipe.planning.traffic import NodeTraffic, messages_of, node_traffic, step_sums
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.several_passes import several_passes
@@ -109,9 +102,8 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
         label_of(family, asked.passes),
         equation,
         order,
-        division=division,
+        division=replace(division, number_bytes=BYTES_PER_NUMBER),
         on_device=asked.accelerator == "gpu",
-        number_bytes=BYTES_PER_NUMBER,
         sent_bytes=BYTES_PER_NUMBER,
         memory=memory,
     )
@@ -135,7 +127,6 @@ def assembled(
     *,
     division: Division,
     on_device: bool,
-    number_bytes: int | None = None,
     sent_bytes: int | None = None,
     memory: Memory | None = None,
     built: int = 0,
@@ -156,36 +147,28 @@ def assembled(
         schedule: of that batch.
         division: what the holders of a parameter divide, and tensor ranks.
         on_device: whether devices have memory of their own.
-        number_bytes: bytes of a number; ``None``: as in each parameter.
-        sent_bytes: the same in sums of gradients.
+        sent_bytes: bytes of a number in sums of gradients; ``None``: as in each parameter.
         memory: of the stages, where it has been measured.
         built: bytes that every process has built whole.
     """
     accumulation = 1 if batch is None else batch.accumulation
-    held = places_by_stage(module, layers, counts)
+    held = Held(places_by_stage(module, layers, counts), placement, topology, division, accumulation)
     seen: dict[str, list[int]] = {}
-    for stage, own in enumerate(held):
+    for stage, own in enumerate(held.stages):
         for one in own:
             seen.setdefault(one.name, []).append(stage)
     traffic: tuple[NodeTraffic, ...] = ()
     if schedule is not None:
-        sizes = None if memory is None else [float(memory.at(stage).messages) for stage in range(len(held))]
-        boundaries = None if sizes is None else scaled(messages_of(schedule, sizes), accumulation)
+        sizes = None if memory is None else [float(memory.at(stage).messages) for stage in range(len(counts))]
         traffic = node_traffic(
             topology,
-            scaled(messages_of(schedule), accumulation),
-            step_sums(held, placement, division, accumulation, sent_bytes=sent_bytes, number_bytes=number_bytes),
-            boundaries,
+            messages_of(schedule, accumulation),
+            step_sums(held, sent_bytes),
+            None if sizes is None else messages_of(schedule, accumulation, sizes),
             shared=bool(division.sharding),
         )
-    bytes_of = ParameterBytes(
-        {name: topology.replicas * len(ranks) for name, ranks in owners(held, placement).items()},
-        division,
-        number_bytes,
-        accumulation > 1,
-    )
-    stages = stage_plans([name for name, _ in layers], counts, held, placement, topology, bytes_of)
-    processes = process_memories(held, placement, topology, bytes_of, built=built, on_device=on_device)
+    stages = stage_plans([name for name, _ in layers], counts, held)
+    processes = held.processes(built=built, on_device=on_device)
     if schedule is not None and memory is not None:
         stages = with_activations(stages, schedule, memory)
         most = rank_bytes(schedule, memory)  # its stages do not hold most at the same time
@@ -193,11 +176,11 @@ def assembled(
     return Plan(
         type(module).__name__,
         stages,
-        RunLayout(topology.ranks, topology.replicas, len(held), topology.tensor),
+        RunLayout(topology.ranks, topology.replicas, len(counts), topology.tensor),
         label,
         batch,
         ties=tuple((name, tuple(stages)) for name, stages in seen.items() if len(stages) > 1),
-        notes=sharding_notes(division),
+        notes=division.notes,
         memory=processes,
         topology=topology,
         traffic=traffic,
@@ -209,30 +192,20 @@ def label_of(family: Family, passes: int) -> str:
     return family.label if passes == 1 else f"{family.label} in {passes} passes"
 
 
-def stage_plans(
-    names: Sequence[str],
-    counts: Sequence[int],
-    held: Sequence[Sequence[ParameterPlace]],
-    placement: Placement,
-    topology: Topology,
-    bytes_of: ParameterBytes,
-) -> tuple[StagePlan, ...]:
+def stage_plans(names: Sequence[str], counts: Sequence[int], held: Held) -> tuple[StagePlan, ...]:
     """What every stage has.
 
     Args:
         names: of all layers.
         counts: layers of every stage.
-        held: for every stage the parameters that it holds.
-        placement: which rank computes a stage.
-        topology: which process is which rank.
-        bytes_of: parameters in memory.
+        held: the parameters.
     """
     plans = []
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        ranks = [rank for (_, place), rank in placement.items() if place == stage]
-        processes = sorted(process for each in topology.tensor_slices for process in each.holders(ranks))
-        trained = sum(one.size for one in held[stage] if one.parameter.requires_grad)
-        parameters, size = sum(one.size for one in held[stage]), bytes_of.step(held[stage]).total
+        ranks, own = [rank for (_, place), rank in held.placement.items() if place == stage], held.stages[stage]
+        processes = sorted(process for each in held.topology.tensor_slices for process in each.holders(ranks))
+        trained = sum(one.size for one in own if one.parameter.requires_grad)
+        parameters, size = sum(one.size for one in own), held.step(own).total
         plans.append(StagePlan(stage, tuple(processes), tuple(names[start:end]), parameters, trained, size))
     return tuple(plans)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from lightning_pipe.partition import ParameterPlace
@@ -59,85 +61,67 @@ class ProcessMemory:
 
 
 @dataclass(frozen=True)
-class ParameterBytes:
-    """Parameters in the memory of a process that holds them.
+class Held:
+    """The parameters of a plan, and who holds them.
 
     Args:
-        holders: how many processes hold a parameter or parts of it, by its name; tensor ranks are no holders.
-        division: what these and tensor ranks divide.
-        number_bytes: bytes of a number; ``None``: as in each parameter.
-        accumulated: whether gradients of earlier batches are kept beside those of a batch.
+        stages: for every stage the parameters that it holds.
+        placement: which rank computes a stage.
+        topology: which process is which rank.
+        division: what the holders of a parameter divide, and tensor ranks.
+        accumulation: batches in an optimizer step.
     """
 
-    holders: Mapping[str, int]
+    stages: Sequence[Sequence[ParameterPlace]]
+    placement: Placement
+    topology: Topology
     division: Division
-    number_bytes: int | None = None
-    accumulated: bool = False
+    accumulation: int
 
-    def whole(self, one: ParameterPlace) -> int:
-        """Bytes of its values on one device."""
-        return one.size * (self.number_bytes or one.parameter.element_size())
+    @cached_property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The pipeline ranks that hold each parameter, by its name."""
+        ranks: dict[str, set[int]] = defaultdict(set)
+        for (_, stage), rank in self.placement.items():
+            for one in self.stages[stage]:
+                ranks[one.name].add(rank)
+        return {name: tuple(sorted(own)) for name, own in ranks.items()}
 
     def step(self, places: Iterable[ParameterPlace]) -> StepBytes:
         """Bytes of values, gradients and optimizer state; gradients are whole during a batch."""
-        held = [self._held(one) for one in places]
-        return StepBytes(*map(sum, zip(*held, strict=True))) if held else StepBytes(0, 0, 0)
+        values = gradients = optimizer = 0.0
+        for one in places:
+            holders = self.topology.replicas * len(self.owners[one.name])
+            size, own = self.division.size(one), factors(holders, self.division.of(one))
+            trained = size * one.parameter.requires_grad
+            values += size * own.values
+            gradients += trained * (1 + (self.accumulation > 1) * own.summed)
+            optimizer += trained * own.optimizer
+        return StepBytes(values, gradients, optimizer)
 
-    def _held(self, one: ParameterPlace) -> tuple[float, float, float]:
-        size, own = self.division.size(one, self.number_bytes), factors(self.holders[one.name], self.division.of(one))
-        trained = size * one.parameter.requires_grad
-        return size * own.values, trained * (1 + self.accumulated * own.summed), trained * own.optimizer
+    def processes(self, *, built: int = 0, on_device: bool = False) -> tuple[ProcessMemory, ...]:
+        """The memory of every process, in the order of their numbers.
 
-
-def sharding_notes(division: Division) -> tuple[str, ...]:
-    """What a plan says of it."""
-    words = {
-        True: "its optimizer state",
-        "gradients": "its optimizer state and, once they are summed, its gradients",
-        "parameters": "its optimizer state, its gradients once they are summed, and between batches its values",
-    }
-    notes = [division.note] if division.note else []
-    if division.sharding:
-        what = words[division.sharding]
-        notes.append(f"shard_optimizer={division.sharding!r}: the holders of a parameter divide {what}")
-    return tuple(notes)
-
-
-def process_memories(
-    held: Sequence[Sequence[ParameterPlace]],
-    placement: Placement,
-    topology: Topology,
-    bytes_of: ParameterBytes,
-    *,
-    built: int = 0,
-    on_device: bool = False,
-) -> tuple[ProcessMemory, ...]:
-    """The memory of every process, in the order of their numbers.
-
-    Args:
-        held: for every stage the parameters that it holds.
-        placement: which rank computes a stage.
-        topology: which process is which rank.
-        bytes_of: parameters in memory.
-        built: bytes that every process has built whole; 0: each makes its own parameters alone.
-        on_device: whether devices have memory of their own.
-    """
-    everyone = {one.name: one for own in held for one in own}
-    everywhere = {one.name: one for own in held for one in own if one.beside}  # until a batch shows who uses them
-    written = sum(bytes_of.whole(one) * (1 + MOMENTS * one.parameter.requires_grad) for one in everyone.values())
-    found = []
-    for process in range(topology.world_size):
-        rank = topology.locate(process)[1]
-        stages = {stage for (_, stage), place in placement.items() if place == rank}
-        own = {one.name: one for stage in stages for one in held[stage]}
-        step, largest = bytes_of.step(own.values()), max(map(bytes_of.whole, own.values()), default=0)
-        # layers are whole until they are made
-        build = max(built, sum(map(bytes_of.whole, {**own, **everywhere}.values())) + largest)
-        saving = PIECES + (largest if on_device else step.total)
-        if process == 0:  # gathers what it has not, and writes all of it by way of its memory
-            saving = 2 * written + (0 if on_device else int(step.gradients))
-        found.append(ProcessMemory(process, build, step, step.total, saving, on_device))
-    return tuple(found)
+        Args:
+            built: bytes that every process has built whole; 0: each makes its own parameters alone.
+            on_device: whether devices have memory of their own.
+        """
+        size = self.division.whole_size
+        everyone = {one.name: one for own in self.stages for one in own}
+        everywhere = {name: one for name, one in everyone.items() if one.beside}  # until a batch shows who uses them
+        written = sum(size(one) * (1 + MOMENTS * one.parameter.requires_grad) for one in everyone.values())
+        found = []
+        for process in range(self.topology.world_size):
+            rank = self.topology.locate(process)[1]
+            own = {name: one for name, one in everyone.items() if rank in self.owners[name]}
+            step, largest = self.step(own.values()), max(map(size, own.values()), default=0)
+            # layers are whole until they are made
+            build = max(built, sum(map(size, {**own, **everywhere}.values())) + largest)
+            saving = PIECES + (largest if on_device else step.total)
+            if process == 0:  # gathers what it has not, and writes all of it by way of its memory
+                saving = 2 * written + (0 if on_device else int(step.gradients))
+            found.append(ProcessMemory(process, build, step, step.total, saving, on_device))
+        return tuple(found)
 
 
 def memory_facts(processes: Sequence[ProcessMemory]) -> list[tuple[str, str]]:

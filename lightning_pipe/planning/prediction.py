@@ -276,9 +276,8 @@ def stage_costs(
     updates = update_seconds(profile, layers, copies, shard_optimizer)
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
-    towards_input = at.backward_input or [b - w for b, w in zip(at.backward, at.backward_weight, strict=True)]
     beside_half = at.stage_backward / 2 + profile.overhead
-    half_input, half_weight = sums(towards_input, beside_half), sums(at.backward_weight, beside_half)
+    half_input, half_weight = sums(at.backward_input, beside_half), sums(at.backward_weight, beside_half)
     return Costs(
         forward,
         backward,

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from lightning_pipe.config import RankOrder
-from lightning_pipe.partition import ParameterPlace
-from lightning_pipe.planning.division import Division
+from lightning_pipe.planning.memory import Held
 from lightning_pipe.schedules import Schedule
-from lightning_pipe.schedules.action import Kind, Placement
+from lightning_pipe.schedules.action import Kind
 from lightning_pipe.text import memory, several
 from lightning_pipe.transport.topology import Topology
 
@@ -109,11 +108,12 @@ def ring_bytes(topology: Topology, owners: Sequence[int], size: float) -> float:
     return hops * 2 * (len(members) - 1) / len(members) * size
 
 
-def messages_of(schedule: Schedule, sizes: Sequence[float] | None = None) -> Edges:
-    """Messages of a batch between the ranks of a pipeline: of every micro-batch at every cut one each way.
+def messages_of(schedule: Schedule, batches: int, sizes: Sequence[float] | None = None) -> Edges:
+    """Messages of batches between the ranks of a pipeline: of every micro-batch at every cut one each way.
 
     Args:
-        schedule: the compute order.
+        schedule: the compute order of one.
+        batches: how many.
         sizes: for every stage the bytes of what it hands to the next: then bytes instead of messages.
     """
     found: dict[tuple[int, int], float] = defaultdict(float)
@@ -122,35 +122,13 @@ def messages_of(schedule: Schedule, sizes: Sequence[float] | None = None) -> Edg
             if action.kind is Kind.FORWARD and action.stage + 1 < schedule.stages:
                 peer = schedule.placement[action.pipe, action.stage + 1]
                 if peer != rank:
-                    amount = 1 if sizes is None else sizes[action.stage]
+                    amount = batches * (1 if sizes is None else sizes[action.stage])
                     found[rank, peer] += amount
                     found[peer, rank] += amount
     return found
 
 
-def owners(held: Sequence[Sequence[ParameterPlace]], placement: Placement) -> dict[str, tuple[int, ...]]:
-    """The pipeline ranks that hold each parameter, by its name.
-
-    Args:
-        held: for every stage the parameters that it holds.
-        placement: which rank computes a stage.
-    """
-    ranks: dict[str, set[int]] = defaultdict(set)
-    for (_, stage), rank in placement.items():
-        for one in held[stage]:
-            ranks[one.name].add(rank)
-    return {name: tuple(sorted(own)) for name, own in ranks.items()}
-
-
-def step_sums(
-    held: Sequence[Sequence[ParameterPlace]],
-    placement: Placement,
-    division: Division,
-    accumulation: int,
-    *,
-    sent_bytes: int | None = None,
-    number_bytes: int | None = None,
-) -> dict[tuple[int, ...], float]:
+def step_sums(held: Held, sent_bytes: int | None = None) -> dict[tuple[int, ...], float]:
     """For the ranks that hold some parameters, as bytes of an all-reduce: to sum gradients and share updates of a step.
 
     An all-reduce is a sum for the owners and then a copy to all, each half of it: where sums go to their owners alone
@@ -158,28 +136,17 @@ def step_sums(
     once for a step, or before every batch where the values are divided.
 
     Args:
-        held: for every stage the parameters that it holds.
-        placement: which rank computes a stage.
-        division: what the holders divide.
-        accumulation: batches in a step.
+        held: the parameters.
         sent_bytes: bytes of a number in sums; ``None``: as in each parameter.
-        number_bytes: the same of values.
     """
-    every = {one.name: one for own in held for one in own if one.parameter.requires_grad}
     found: dict[tuple[int, ...], float] = defaultdict(float)
-    for name, ranks in owners(held, placement).items():
-        if name in every:
-            sharding = division.of(every[name])
-            share = accumulation / 2 if sharding in ("gradients", "parameters") else 1.0
-            shared = accumulation if sharding == "parameters" else int(bool(sharding))
-            gradient, value = (division.size(every[name], size) for size in (sent_bytes, number_bytes))
-            found[ranks] += share * gradient + shared * value / 2
+    sent = replace(held.division, number_bytes=sent_bytes)
+    for one in {one.name: one for own in held.stages for one in own if one.parameter.requires_grad}.values():
+        sharding = held.division.of(one)
+        share = held.accumulation / 2 if sharding in ("gradients", "parameters") else 1.0
+        shared = held.accumulation if sharding == "parameters" else int(bool(sharding))
+        found[held.owners[one.name]] += share * sent.size(one) + shared * held.division.size(one) / 2
     return found
-
-
-def scaled(edges: Edges, factor: float) -> Edges:
-    """So many times as much, such as of several batches."""
-    return {ends: factor * value for ends, value in edges.items()}
 
 
 def topology_facts(topology: Topology, traffic: Sequence[NodeTraffic]) -> tuple[tuple[str, str], ...]:

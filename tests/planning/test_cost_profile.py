@@ -82,7 +82,7 @@ def test_a_profile_by_hand_needs_little(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     found = CostProfile.load(path)
     assert found.at(2).forward == (0.02, 0.02)
-    assert found.at(1).backward_weight == (0.01, 0.01)
+    assert found.at(1).backward_weight == found.at(1).backward_input == (0.01, 0.01)
     assert found.message == Link()
 
 
@@ -127,7 +127,7 @@ SIZE = {"forward": 0.01, "backward": 0.02}
     [
         ({"sizes": {"0": SIZE}}, "one size of micro-batches, of one sample or more"),
         ({"sizes": {"1": [1, 2]}}, "no profile that can be read"),
-        ({"sizes": {"1": {**SIZE, "backward_input": 0.01}, "2": SIZE}}, "backward_input is needed for all sizes"),
+        ({"sizes": {"1": {**SIZE, "backward_input": []}}}, "backward_input needs 2 numbers"),
         ({"sizes": {"1": {**SIZE, "forward": float("nan")}}}, "forward needs a finite number .* got nan"),
         ({"sizes": {"1": {**SIZE, "stage_forward": -5}}}, "stage_forward needs a finite number .* got -5"),
         ({"overhead": -1}, "overhead needs a finite number .* got -1"),

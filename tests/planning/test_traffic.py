@@ -26,7 +26,7 @@ def test_messages_are_those_of_the_lowered_schedule() -> None:
                 if action.kind.startswith("SEND"):
                     assert action.peer is not None
                     sent[rank, action.peer] = sent.get((rank, action.peer), 0) + 1
-        assert dict(messages_of(schedule)) == sent, name
+        assert dict(messages_of(schedule, 1)) == sent, name
 
 
 def test_a_ring_crosses_as_often_as_neighbours_are_on_different_nodes() -> None:
