@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -38,11 +38,9 @@ def generator(seed: int, draw: Draw) -> np.random.Generator:
     return np.random.default_rng([seed, draw.epoch, draw.sample])
 
 
-class Order(Protocol):
-    """Which samples an epoch has, in which order."""
-
-    def __call__(self, samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Returns indices below ``samples``; their number may not depend on the epoch."""
+Order = Callable[[int, int, int], NDArray[np.int64]]
+"""Which samples an epoch has, in which order: given their number, a seed and the epoch it returns indices. How many it
+returns may not depend on the epoch."""
 
 
 def shuffled(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
