@@ -75,7 +75,7 @@ def test_every_paper_s_model_is_planned_without_a_single_weight(
 
 OF_THE_PAPERS = {
     "amoebanet_imagenet": ("gpipe", 16, 4, 1, "always", 128),
-    "resnet101_imagenet": ("gpipe", "auto", "auto", "auto", "except_last", 256),
+    "resnet101_imagenet": ("gpipe", 4, 2, 1, "except_last", 256),
     "unet_imagenet": ("gpipe", 16, 4, 1, "except_last", 512),
     "transformer_wikitext103": ("gpipe", 32, 8, 1, "always", 32),
     "bert48_wikipedia": (Chimera(), 8, 4, 8, "never", 64),
