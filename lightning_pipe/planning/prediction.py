@@ -120,6 +120,7 @@ class Predictor:
         self.cut = cache(self._divided)
         self._built = cache(_built)
         self._passed = cache(self._passes)
+        self._changing = cache(self._changes)
         self._schedule = cache(lambda recompute, *given: with_recompute(self._built(*given), recompute))
 
     def layers(self, one: Configuration) -> tuple[int, ...]:
@@ -144,8 +145,18 @@ class Predictor:
 
     def peak(self, one: Configuration) -> float:
         """The most bytes that a rank holds."""
+        # to divide the optimizer's state alone changes nothing but what is held all the time
+        alike = replace(one, shard_optimizer=False) if one.shard_optimizer is True else one
+        schedule = self.schedule(one, self.numbers(one)[0])
+        memory = self.memory(one, self.layers(one), schedule)
+        state = (sum(memory.at(stage).optimizer for stage in schedule.stages_of(rank)) for rank in range(one.ranks))
+        return max(changing + own for changing, own in zip(self._changing(alike), state, strict=True))
+
+    def _changes(self, one: Configuration) -> list[float]:
         layers = self.layers(one)
-        return max(self._along(one, lambda schedule: rank_bytes(schedule, self.memory(one, layers, schedule))))
+        return self._along(
+            one, lambda schedule: rank_bytes(schedule, replace(self.memory(one, layers, schedule), optimizer=0))
+        )
 
     def predict(self, one: Configuration) -> Prediction:
         """Predict time and memory of one configuration."""
@@ -347,23 +358,6 @@ def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[_St
             elsewhere += trained * (0 < here < len(tied.layers))
         found.append(_StageWeights(held, held - frozen, common, elsewhere))
     return found
-
-
-def schedule_costs(profile: CostProfile, samples: int) -> Callable[[Schedule], Costs]:
-    """A function that gives the stages' costs of any schedule, as plans have them: steps and reductions are no part.
-
-    Args:
-        profile: the costs of the layers, cut so that the slowest stage is fastest.
-        samples: of a micro-batch.
-    """
-    predictor = Predictor(profile)
-
-    def costs(schedule: Schedule) -> Costs:
-        copies = [len(schedule.holders(stage)) for stage in range(schedule.stages)]
-        own = stage_costs(profile, predictor.cut(schedule.stages, samples), samples, copies)
-        return replace(own, reduce=0, step=0)
-
-    return costs
 
 
 def stage_memory(

@@ -106,13 +106,20 @@ def _times(costs: Costs, profile: str | None, samples: int | None) -> Costs | Ca
         return costs
     # torch takes seconds, and drawing schedules without a profile needs none
     from lightning_pipe.planning.cost_profile import CostProfile
-    from lightning_pipe.planning.prediction import schedule_costs
+    from lightning_pipe.planning.prediction import Predictor, stage_costs
 
     if costs != Costs():
         given = [name for name, usual in vars(Costs()).items() if getattr(costs, name) != usual]
         raise ConfigurationError(f"--profile has all times: leave {', '.join(f'--{name}' for name in given)} away.")
     measured = CostProfile.load(profile)
-    return schedule_costs(measured, samples or min(measured.sizes))
+    size, cut = samples or min(measured.sizes), Predictor(measured).cut
+
+    def of_stages(schedule: Schedule) -> Costs:
+        """The stages are cut so that the slowest is fastest; steps and reductions are no part, as in plans."""
+        copies = [len(schedule.holders(stage)) for stage in range(schedule.stages)]
+        return replace(stage_costs(measured, cut(schedule.stages, size), size, copies), reduce=0, step=0)
+
+    return of_stages
 
 
 def _write(path: str, write: Callable[[str], None], *, silent: bool = False) -> None:
