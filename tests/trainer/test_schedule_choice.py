@@ -84,7 +84,8 @@ def test_what_does_not_fit_is_computed_again(cache: Path, monkeypatch: pytest.Mo
 
     store(net(), cache, message=1e-9, saved=1e6)
     assert chosen(1e12).recompute == "never"
-    # a schedule that holds a third of the activations comes before recomputation
+    # schedules that hold a half and a third of the activations come before recomputation
+    assert chosen(7e6).label == "zero_bubble variant=v_half"
     assert chosen(5e6).label == "zero_bubble variant=v_min"
     few = chosen(3e6)
     assert few.recompute == "always"
