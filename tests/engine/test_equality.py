@@ -30,7 +30,7 @@ FURTHER = [
     Point("zero_bubble", stages=4, micro_batches=4, steps=2),
     Point("dualpipev", stages=4, micro_batches=4, ranks=2, steps=2),
     Point("vhalf", stages=4, micro_batches=3, ranks=2, steps=2),
-    Point("bitpipe", stages=4, micro_batches=4, ranks=2, steps=2),
+    Point("looped_bfs", stages=4, micro_batches=3, ranks=2, steps=2),
     Point("interleaved_zero_bubble", stages=4, micro_batches=4, ranks=2, steps=2),
     Point("chimera", stages=4, micro_batches=4, steps=2),
     Point("gems", stages=2, micro_batches=3, replicas=2, steps=2),
