@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,14 +44,15 @@ def layer_flops(module: nn.Module, layers: Layers) -> list[float]:
         )
     args, kwargs = _called_with(tree_map(_empty, module.example_input_array))
     state = _without_values(module)
-    counter = _Counter(FlopCounterMode(display=False), len(layers))
+    counter = FlopCounterMode(display=False)
+    begun = [(0, 0)]  # a layer, and the operations before it
     training = {part: part.training for part in module.modules()}
     try:
         with ExitStack() as during:
             for number, (_, layer) in enumerate(layers):
-                during.callback(layer.register_forward_pre_hook(counter.before(number)).remove)
+                during.callback(layer.register_forward_pre_hook(partial(_note, begun, counter, number)).remove)
             during.enter_context(torch.no_grad())
-            during.enter_context(counter.mode)
+            during.enter_context(counter)
             module.eval()
             torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     except Exception as error:
@@ -61,41 +64,19 @@ def layer_flops(module: nn.Module, layers: Layers) -> list[float]:
     finally:
         for part, was in training.items():
             part.training = was
-    counter.finish()
-    if not any(counter.costs):
+    costs = [0.0] * len(layers)
+    for (number, before), (_, after) in pairwise([*begun, (0, counter.get_total_flops())]):
+        costs[number] += after - before
+    if not any(costs):
         raise ConfigurationError(
             f"No operations of {type(module).__name__} were counted: its forward calls none of its layers.",
             hint=_REMEDY,
         )
-    return counter.costs
+    return costs
 
 
-class _Counter:
-    """Gives the operations since the last layer began to that layer.
-
-    Args:
-        mode: counts.
-        layers: their number.
-    """
-
-    def __init__(self, mode: FlopCounterMode, layers: int) -> None:
-        self.mode, self.costs = mode, [0.0] * layers
-        self._current, self._counted = 0, 0
-
-    def before(self, layer: int) -> Callable[..., None]:
-        """A hook for the time before a layer runs."""
-
-        def begin(*_: Any) -> None:
-            self.finish()
-            self._current = layer
-
-        return begin
-
-    def finish(self) -> None:
-        """Give what has been counted to the layer that ran."""
-        total = self.mode.get_total_flops()
-        self.costs[self._current] += total - self._counted
-        self._counted = total
+def _note(begun: list[tuple[int, int]], counter: FlopCounterMode, layer: int, *_: Any) -> None:
+    begun.append((layer, counter.get_total_flops()))
 
 
 def _without_values(module: nn.Module) -> dict[str, Tensor]:
