@@ -17,8 +17,8 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "trainer": 8760,
-    "intercept": 8080,
+    "trainer": 8650,
+    "intercept": 8095,
     "engine": 4790,
     "schedules": 3430,
     "transport": 2890,

@@ -66,7 +66,7 @@ class CountsOfLayersBehind(CountingLayers):
         return super().behind(out) * (1 + self.calls(0, 1, 2, 3))
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.layers\.\d\.calls", evaluate_chimera=r"self\.layers\.\d\.calls")
+@program(MICRO_BATCHES, train_chimera=r"self\.layers\.\d\.calls")
 class CountOfTheLastLayerBehind(CountingLayers):
     def behind(self, out: Tensor) -> Tensor:
         return super().behind(out) * (1 + self.calls(3))
