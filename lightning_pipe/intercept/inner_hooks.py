@@ -155,7 +155,7 @@ def act(
         stand_for: makes, or finds, what stands for a tensor with a description.
     """
     # Each hook that acted has a call of its own in front of the layer's, in the order in which they acted.
-    while (call := tracker.following) is not None and call.hook is not None:
+    while (call := tracker.following()) is not None and call.hook is not None:
         path, number = call.hook
         tracker.calls.append(call)
         tracker.digest.call(call.name, ())

@@ -66,7 +66,7 @@ class SkippedLayers:
         # the hooks come first: where the layer runs, they acted before it ended and was recorded
         act(tracker, self._surroundings, module, args, kwargs, self._placeholder_for)
         thorough = tracker.digest.counts_references(len(tracker.calls))
-        if thorough and (following := tracker.following) is not None and following.name == name:
+        if thorough and (following := tracker.following()) is not None and following.name == name:
             tracker.digest.refer(tracker.digest.referred(self._cache.referred(name, module)), following.changing)
         call = tracker.expect(name)
         self._cache.state.check_called(name, module, defers=tracker.digest.defers)

@@ -97,9 +97,9 @@ class Tracker(TorchFunctionMode):
 
     def expects(self, name: str) -> bool:
         """Whether the call that the previous stage made here was ``name``."""
-        return (call := self.following) is not None and call.name == name
+        return (call := self.following()) is not None and call.name == name
 
-    @property
+    # not a property: code that is compiled outside layers has the compiler trace the mode (torch 2.13)
     def following(self) -> CallRecord | None:
         """The call that the previous stage made here, if any."""
         position = len(self.calls)
@@ -107,7 +107,7 @@ class Tracker(TorchFunctionMode):
 
     def expect(self, name: str) -> CallRecord:
         """The call the previous stage made here; raises unless it was ``name``, and was given the same."""
-        call = self.following
+        call = self.following()
         if call is not None and call.name == AGAIN and self.come_back is not None:
             self.come_back(name)
         if call is not None and call.name == name:

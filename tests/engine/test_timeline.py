@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.make import assembled, plan
 from lightning_pipe.simulate.style import row_names
 from lightning_pipe.transport.base import Transport
@@ -29,7 +30,7 @@ def timeline_and_plan(transport: Transport, schedule: str) -> tuple[tuple[str, .
     with pipeline.recorded() as events:
         pipeline.train(step, [torch.ones(2, 3)] * 2, [0.5] * 2)
     layout = (pipeline.layers, pipeline.balance, pipeline.placement, transport.topology)
-    made = assembled(module, *layout, schedule, None, None, sharding=False, on_device=False)
+    made = assembled(module, *layout, schedule, None, None, division=Division(), on_device=False)
     return row_names(pipeline.timeline(events)), [(one.stage, one.ranks) for one in made.stages]
 
 

@@ -23,9 +23,9 @@ def test_a_change_is_noticed_with_its_base(in_place: InPlace) -> None:
     row = x[0]
     noted = in_place.noted([row, y])
     row.add_(1)
-    changed = in_place.changed(noted, "add_")
-    assert [each.tensor is row for each in changed] == [True]
-    assert [each is x for each in changed[0].also] == [True]
+    [(changed, _, also)] = in_place.changed(noted, "add_")
+    assert changed is row
+    assert [each is x for each in also] == [True]
     assert [id(each) for each in in_place.written([row, x])] == [id(row), id(x)]
 
 

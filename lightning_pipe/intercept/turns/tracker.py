@@ -198,12 +198,11 @@ class TurnTracker(Tracker):
                 self._fetch([tensor for tensor in tensors if isinstance(tensor, Placeholder)])
         super().touch(tensors, name, new)
 
-    @property
     def following(self) -> CallRecord | None:
         """The call that the rank with the turn made here, if any."""
         if self.waiting:
             self._ask()
-        return super().following
+        return super().following()
 
     @property
     def complete(self) -> bool:
