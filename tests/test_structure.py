@@ -17,24 +17,24 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "trainer": 8650,
-    "intercept": 8095,
+    "trainer": 8610,
+    "intercept": 8050,
     "engine": 4790,
-    "schedules": 3430,
-    "transport": 2890,
-    "planning": 2930,
-    "parameters": 2090,
+    "schedules": 3420,
+    "planning": 2940,
+    "transport": 2840,
+    "parameters": 2080,
     "construction": 1550,
-    "partition": 1400,
     "simulate": 1380,
+    "partition": 1380,
+    "sharding": 1060,
     "batches": 1060,
     "profiling": 920,
-    "sharding": 1030,
     "plain": 540,
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 392, 137, 37
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 380, 135, 36
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 SLACK = 1.03
 """A budget that is further than this above its room is to be lowered."""
