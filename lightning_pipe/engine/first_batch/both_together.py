@@ -8,10 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
+from lightning_pipe.engine.containers import children
 from lightning_pipe.intercept.call_record import CallRecord, RunRecord, Shape
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.tensor_spec import TensorSpec
+
+PackedOrders = dict[int, Tensor]
 
 
 class UnlikeError(Exception):
@@ -19,7 +23,10 @@ class UnlikeError(Exception):
 
 
 def readings(
-    received: Sequence[Crossing | None], sizes: Sequence[int], standing: int | None = None
+    received: Sequence[Crossing | None],
+    sizes: Sequence[int],
+    standing: int | None = None,
+    packed: PackedOrders | None = None,
 ) -> list[Crossing | None]:
     """What a stage would receive for two micro-batches together, in all ways that it may be meant.
 
@@ -33,6 +40,7 @@ def readings(
         sizes: their samples.
         standing: which of the two (0 or 1) gives the values that have no dimension of samples and differ, such as a
             router's loss; ``None``: such values cannot be put together.
+        packed: where rows of packed sequences lie; see `packed_orders`.
 
     Raises:
         UnlikeError: it cannot be put together.
@@ -42,7 +50,7 @@ def readings(
     for way in ways:
         for reading in _readings(**way):
             try:
-                found.append(_inbound(received, sizes, reading._replace(standing=standing)))
+                found.append(_inbound(received, sizes, reading._replace(standing=standing, packed=packed or {})))
             except UnlikeError:
                 continue
             if reading.views is None or reading.free:
@@ -52,11 +60,33 @@ def readings(
     return found
 
 
-def joinings(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+def packed_orders(parts: Sequence[Any]) -> PackedOrders:
+    """Where the rows of packed sequences in micro-batches come to lie together, by their number: a step's rows meet.
+
+    Args:
+        parts: the micro-batches, which are to be put together in this order.
+    """
+    orders = {}
+    for packs in zip(*map(_packed_in, parts), strict=True):
+        sequences, rows = list[Tensor](), 0
+        for each in packs:
+            numbers = torch.arange(rows, rows := rows + len(each.data), device=each.data.device)
+            sequences += unpack_sequence(each._replace(data=numbers))
+        orders[rows] = pack_sequence(sequences, enforce_sorted=packs[0].sorted_indices is None).data
+    return orders
+
+
+def _packed_in(node: Any) -> list[PackedSequence]:
+    if isinstance(node, PackedSequence):
+        return [node]
+    return [found for child in (children(node) or {}).values() for found in _packed_in(child)]
+
+
+def joinings(one: Tensor, other: Tensor, sizes: Sequence[int], packed: PackedOrders | None = None) -> Iterator[Tensor]:
     """What a tensor of two micro-batches would be for both together, in all ways that it may be meant."""
     for reading in (*_readings(last=False), *_readings(last=True)):
         with suppress(UnlikeError):
-            yield _value(one, other, sizes, reading)
+            yield _value(one, other, sizes, reading._replace(packed=packed or {}))
 
 
 class _Reading(NamedTuple):
@@ -65,7 +95,7 @@ class _Reading(NamedTuple):
     ``views=None``: every tensor has one element per sample, or is the same for both; otherwise whether the first
     elements of all samples come first. ``last``: which of several dimensions that fit is that of the samples.
     ``whole``: what has a first dimension of length 1 belongs to all samples. ``free``: samples may have different
-    numbers of elements. ``standing``: see `readings`.
+    numbers of elements. ``standing``, ``packed``: see `readings`.
     """
 
     views: bool | None
@@ -73,6 +103,7 @@ class _Reading(NamedTuple):
     whole: bool
     free: bool
     standing: int | None = None
+    packed: PackedOrders = {}  # noqa: RUF012 - nobody changes it
 
 
 def _readings(*, last: bool, whole: bool = False) -> Iterator[_Reading]:
@@ -147,8 +178,11 @@ def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) 
         return one
     if not one.is_floating_point() and one.dtype is not torch.bool:
         raise UnlikeError  # they may be positions in a micro-batch, which are others in both together
+    both = torch.cat([one, other], dimension)
+    if _is_packed(one.shape, other.shape, sizes, reading):
+        return both[reading.packed[len(both)].to(both.device)]
     if not reading.views or one.shape[dimension] == sizes[0]:
-        return torch.cat([one, other], dimension)
+        return both
     several = [
         part.reshape(*part.shape[:dimension], -1, size, *part.shape[dimension + 1 :])
         for part, size in zip((one, other), sizes, strict=True)
@@ -156,10 +190,17 @@ def _value(one: Tensor, other: Tensor, sizes: Sequence[int], reading: _Reading) 
     return torch.cat(several, dimension + 1).flatten(dimension, dimension + 1)
 
 
+def _is_packed(one: Sequence[int], other: Sequence[int], sizes: Sequence[int], reading: _Reading) -> bool:
+    """Whether a tensor has as many rows as a packed sequence, and not as many as samples."""
+    return bool(one and other) and one[0] + other[0] in reading.packed and one[0] != sizes[0]
+
+
 def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int], reading: _Reading) -> int | None:
     """The dimension along which a tensor has one element per sample, or else, unless there must be one, several."""
     if reading.whole and [*one[:1], *other[:1]] == [1, 1]:
         return None
+    if _is_packed(one, other, sizes, reading):
+        return 0
     fits: dict[bool, list[int]] = {True: [], False: []}
     for d, pair in enumerate(zip(one, other, strict=True)):
         times = pair[0] // sizes[0]

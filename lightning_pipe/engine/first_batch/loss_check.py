@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.engine.batch import Batch, BatchObserver
-from lightning_pipe.engine.first_batch.both_together import UnlikeError, readings
+from lightning_pipe.engine.first_batch.both_together import PackedOrders, UnlikeError, packed_orders, readings
 from lightning_pipe.engine.first_batch.mixing import TIMES, MixingCheck
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Stages, loss_of
@@ -145,7 +145,7 @@ class LossCheck(BatchObserver):
             return
         together: list[float] = []
         failed: Exception | None = None
-        for alternatives in self._received_together(received, sizes):
+        for alternatives in self._received_together(received, sizes, packed_orders(parts)):
             try:
                 found = self._run_alike(runs, pair[0], both_parts, alternatives)
             except Exception as error:
@@ -180,7 +180,7 @@ class LossCheck(BatchObserver):
         return total / sum(weights) if sum(weights) else None
 
     def _received_together(
-        self, received: Sequence[Crossing | None], sizes: Sequence[int]
+        self, received: Sequence[Crossing | None], sizes: Sequence[int], packed: PackedOrders
     ) -> Iterator[tuple[Crossing | None, Crossing | None]]:
         """What the stage would receive for both together; values without samples must not matter to the loss.
 
@@ -192,9 +192,10 @@ class LossCheck(BatchObserver):
             same with those of the other, if there are any.
         """
         try:
-            yield from ((inbound, None) for inbound in readings(received, sizes))
+            yield from ((inbound, None) for inbound in readings(received, sizes, packed=packed))
         except UnlikeError:
-            yield from zip(readings(received, sizes, 0), readings(received, sizes, 1), strict=True)
+            ones, others = (readings(received, sizes, number, packed) for number in range(2))
+            yield from zip(ones, others, strict=True)
 
     def _run_alike(
         self, runs: TrialRuns, index: int, part: Any, alternatives: tuple[Crossing | None, Crossing | None]
@@ -213,7 +214,8 @@ class LossCheck(BatchObserver):
         if self.most != _ROUNDING[torch.float32]:
             return self.most
         try:
-            both, ways = self.join((index, index)), readings([inbound] * 2, [size] * 2)
+            packed = packed_orders([runs.batch.micro_batches[index]] * 2)
+            both, ways = self.join((index, index)), readings([inbound] * 2, [size] * 2, packed=packed)
             noise = min(abs(float(runs.loss(index, both, each)) - loss) / (1 + abs(loss)) for each in ways)
         except Exception:  # it cannot be put together with itself
             return self.most

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.engine.batch import Batch, BatchObserver
-from lightning_pipe.engine.first_batch.both_together import joinings, readings
+from lightning_pipe.engine.first_batch.both_together import PackedOrders, joinings, packed_orders, readings
 from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, leaving_no_trace
 from lightning_pipe.engine.stage import Crossings, Stages
 from lightning_pipe.intercept.crossing import Crossing
@@ -83,11 +83,11 @@ class MixingCheck(BatchObserver):
         def apart(one: int, other: int) -> list[float]:
             """How far the tensors that leave for two of them together are from those that leave for each."""
             sizes, found = [self.sizes[pair[one]], self.sizes[pair[other]]], list[list[float]]()
-            both = self.join((pair[one], pair[other]))
-            for inbound in readings((received[one], received[other]), sizes):
+            both, packed = self.join((pair[one], pair[other])), packed_orders((parts[one], parts[other]))
+            for inbound in readings((received[one], received[other]), sizes, packed=packed):
                 with suppress(Exception):  # meant in another way
                     left = runs.run(pair[0], both, inbound)[0]
-                    found.append(_distances((singles[one], singles[other]), left, sizes))
+                    found.append(_distances((singles[one], singles[other]), left, sizes, packed))
             return min(found, key=lambda each: max(each, default=0.0))
 
         bounds = [_ROUNDING.get(tensor.dtype, _COARSE) for tensor in _tensors(singles[0])]
@@ -120,11 +120,13 @@ def _judged(
     return None if any(each > most or most < rounding < math.inf for each, rounding, (_, most) in found) else False
 
 
-def _distances(singles: Sequence[Crossings], both: Crossings, sizes: Sequence[int]) -> list[float]:
+def _distances(
+    singles: Sequence[Crossings], both: Crossings, sizes: Sequence[int], packed: PackedOrders
+) -> list[float]:
     """How far what leaves for both together is from what leaves for the two; 0 if they cannot be put together."""
     found = []
     for first, second, together in zip(*map(_tensors, (*singles, both)), strict=True):
-        joined = [each for each in joinings(first, second, sizes) if each.shape == together.shape]
+        joined = [each for each in joinings(first, second, sizes, packed) if each.shape == together.shape]
         found.append(min((_distance(together, each) for each in joined), default=0.0))
     return found
 

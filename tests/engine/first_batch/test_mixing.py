@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from tests.engine.first_batch.test_loss_check import fit
 from tests.support.model_zoo import ZOO
@@ -273,3 +274,48 @@ def on_two_ranks(process: int) -> list[str]:
 
 def test_the_rank_with_the_stage_tells() -> None:
     assert sorted(map(len, run_trainers(on_two_ranks, 2, timeout=60))) == [0, 1]
+
+
+class PackedSteps(L.LightningModule):
+    """Its batches are packed sequences, whose rows lie by step; the recurrent layers keep the samples apart."""
+
+    centred = False
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), *(nn.LSTM(WIDTH, WIDTH) for _ in range(3))])
+        self.head = nn.Linear(WIDTH, 1)
+        self.to(dtype)
+
+    def training_step(self, batch: tuple[PackedSequence, Tensor], batch_idx: int) -> Tensor:
+        packed, target = batch
+        rows = self.layers[0](packed.data)
+        packed = packed._replace(data=rows - rows.mean(0) if self.centred else rows)
+        for layer in self.layers[1:]:
+            packed, _ = layer(packed)
+        return F.mse_loss(self.head(pad_packed_sequence(packed)[0].sum(0)), target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CentredSteps(PackedSteps):
+    """Takes away the mean over the rows of all samples."""
+
+    centred = True
+
+
+def packed_batch(in_order: bool) -> tuple[PackedSequence, Tensor]:
+    random = torch.Generator().manual_seed(2)
+    lengths = [7, 6, 5, 4, 4, 3, 2, 1] if in_order else [3, 7, 1, 5, 4, 2, 6, 4]
+    sequences = [torch.randn(length, WIDTH, generator=random, dtype=torch.float64) for length in lengths]
+    return pack_sequence(sequences, enforce_sorted=in_order), torch.randn(8, 1, generator=random, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_rows_of_packed_sequences_are_compared_where_they_lie(stages: int, in_order: bool) -> None:
+    data = [packed_batch(in_order)] * 2
+    assert fit(PackedSteps(), data, stages=stages, message="sample") == []
+    assert fit(CentredSteps(), data, stages=stages, message=MESSAGE)
