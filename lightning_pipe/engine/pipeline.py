@@ -336,8 +336,7 @@ class Pipeline(PartitionedModule):
             raise ConfigurationError(f"{len(micro_batches)} micro-batches came with {len(weights)} weights.")
         # What a step does depends on these as well: a plan made in training is none for an evaluation. There the step
         # may change the mode, and batches begin on some ranks before others have done so.
-        transport = self.transport
-        autocast = torch.is_autocast_enabled(transport.device.type)
+        transport, autocast = self.transport, torch.is_autocast_enabled(self.transport.device.type)
         mode = training, torch.is_grad_enabled(), training and self.module.training, autocast
         # Numbers in the place of signatures: they are looked up for every message.
         known = self._signatures

@@ -49,7 +49,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "attributes": "intercept/test_layer_state",
     },
     "intercept/turns": {"messages": "intercept/turns/test_run", "tracker": "intercept/turns/test_run"},
-    "parameters": {"buckets": "parameters/test_gradient_sync", "releasing": "parameters/test_ownership"},
+    "parameters": {"releasing": "parameters/test_ownership"},
     "partition": {"cache": "partition/test_calls", "holding": "planning/test_memory"},
     "planning": {
         "command": "test_cli",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 
 from lightning_pipe.intercept.torch_patches.patch import Patch
 
@@ -12,7 +13,8 @@ _set = nn.Module.__setattr__
 
 
 def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    run = ATTRIBUTES.run
+    # a compiler that traces a layer is to see what it would see without us
+    run = None if is_compiling() else ATTRIBUTES.run
     if run is not None:
         run.setting(module, name, value)
     _set(module, name, value)
