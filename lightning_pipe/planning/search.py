@@ -114,7 +114,7 @@ def _own_stages(family: Family, ranks: int, stages: int | None) -> int | Schedul
 
 def _families(asked: SearchOptions) -> Iterator[Family]:
     if asked.families is not None:
-        for family in map(schedules.get, asked.families):
+        for family in map(schedules.get, [asked.families] if isinstance(asked.families, str) else asked.families):
             if asked.tensor_parallel_size > 1:
                 check_family(family)
             yield family
@@ -254,7 +254,8 @@ class _Search:
         if self.limit is None or not ruled_out:
             return ConfigurationError(
                 f"None of {number} configurations can be built.",
-                hint="Use fewer ranks than layers, and a global batch that replicas and micro-batches divide.",
+                hint="Use no more stages than layers, of which some schedules have two for each rank, and a global "
+                "batch that replicas and micro-batches divide.",
             )
         needed, small = min(ruled_out, key=lambda each: each[0])
         return ConfigurationError(

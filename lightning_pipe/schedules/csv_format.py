@@ -40,8 +40,9 @@ def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
         with open(path, newline="", encoding="utf-8-sig") as file:
             for number, row in enumerate(csv.reader(file), start=1):
                 orders.append(parse_row(row, where=f"{path}, row {number}"))
-    except OSError as error:
-        raise ScheduleError(f"The schedule file {path} cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8 ({error})"
+        raise ScheduleError(f"The schedule file {path} cannot be read: {reason}.") from error
     schedule = schedule_of(name or Path(path).stem, orders)
     schedule.validate()
     return schedule

@@ -182,7 +182,7 @@ class _Player:
             self.finish(rank, end)
             self.begin(rank)
         if any(self.to_come):
-            raise _stuck(self.schedule, self.played, self.waiting)
+            raise _stuck(self.schedule, self.played, self.waiting, self.times.overlap is not None)
         return Run(self.played, self.messages)
 
     def begin(self, rank: int) -> None:
@@ -306,7 +306,7 @@ NOMINAL: dict[Kind, Number] = {
 """Durations where only their rough proportion matters: the order of messages, list scheduling, deadlock checks."""
 
 
-def _stuck(schedule: Schedule, played: list[list[Timed]], waiting: dict[Result, int]) -> ScheduleError:
+def _stuck(schedule: Schedule, played: list[list[Timed]], waiting: dict[Result, int], overlap: bool) -> ScheduleError:
     waits = []
     for (what, stage, micro_batch), rank in sorted(waiting.items(), key=lambda each: each[1]):
         done = len(played[rank])
@@ -316,7 +316,10 @@ def _stuck(schedule: Schedule, played: list[list[Timed]], waiting: dict[Result, 
             f"row {rank} cannot run {action} (action {done}): the {what} of micro-batch {micro_batch} "
             f"at stage {stage} has not been computed by row {holder}"
         )
+    pairs = overlap and any(action.joined for order in schedule.actions for action in order)
     return ScheduleError(
         f"Schedule {schedule.name!r} deadlocks: " + "; ".join(waits) + ".",
-        hint="Order the actions so that every row's next action depends only on actions that can run before it.",
+        hint="Leave overlap out: with it, a pair of passes begins when the inputs of both are there."
+        if pairs
+        else "Order the actions so that every row's next action depends only on actions that can run before it.",
     )

@@ -105,10 +105,10 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
         factory, options = _families[ours], preset | options
     if factory is None:
         near = difflib.get_close_matches(lower, [*_families, *ALIASES], n=1)
-        raise ScheduleError(
-            f"There is no schedule {name!r}; known are {', '.join(map(repr, _families))}.",
-            hint=f"Did you mean {near[0]!r}?" if near else "Use one of these, or the path of a .csv file.",
-        )
+        hint = f"Did you mean {near[0]!r}?" if near else "Use one of these, or the path of a .csv file."
+        if lower == "auto":
+            hint = "PipeStrategy(schedule='auto') chooses one before a run, and lightning-pipe search finds some."
+        raise ScheduleError(f"There is no schedule {name!r}; known are {', '.join(map(repr, _families))}.", hint=hint)
     known = inspect.signature(factory).parameters
     unknown = next((option for option in options if option not in known), None)
     if unknown is not None and not any(one.kind is one.VAR_KEYWORD for one in known.values()):

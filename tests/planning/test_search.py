@@ -412,3 +412,15 @@ def test_a_predictor_of_ones_own_takes_the_place_of_the_profile() -> None:
     given = {"ranks": 2, "global_batch": 8, "families": ["gpipe"]}
     plain, slower = (search(each, **given) for each in (profile(), Slower(profile())))
     assert slower.best.seconds == 3 * plain.best.seconds
+
+
+def test_one_schedule_may_be_named_alone() -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    found = search(net, ranks=4, global_batch=16, families="vhalf")
+    assert {each.configuration.family for each in found.choices} == {schedules.get("vhalf")}
+
+
+def test_a_search_that_can_build_nothing_counts_stages() -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    with pytest.raises(ConfigurationError, match="no more stages than layers, of which some schedules have two"):
+        search(net, ranks=4, global_batch=16, pipeline_parallel_size=4, families=["vhalf"])

@@ -57,3 +57,10 @@ def test_what_cannot_be_read_is_named(text: str, message: str, tmp_path: Path) -
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"nothing\.csv cannot be read: No such file"):
         read_csv(tmp_path / "nothing.csv")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "image.csv"
+    path.write_bytes(b"\xff\xd80F0")
+    with pytest.raises(ScheduleError, match=r"image\.csv cannot be read: it is no text in UTF-8"):
+        read_csv(path)

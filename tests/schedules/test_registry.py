@@ -182,3 +182,8 @@ def test_importing_schedules_needs_nothing_heavy() -> None:
     program = "import sys, lightning_pipe.schedules, lightning_pipe.simulate, lightning_pipe.cli; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "lightning", "numpy", "matplotlib", "pytorch_lightning"} & set(loaded)
+
+
+def test_who_chooses_a_schedule_is_named() -> None:
+    with pytest.raises(ScheduleError, match=r"no schedule 'auto'(?s:.*)PipeStrategy\(schedule='auto'\)"):
+        schedules.get("auto")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import Chimera, GPipe, Kind, OneFOneB
+from lightning_pipe.schedules import Chimera, GPipe, Kind, OneFOneB, read_csv
 from lightning_pipe.schedules.dependencies import Links
 from lightning_pipe.simulate import Costs, Link, simulate
 from recipes.reproduce.closed_forms import chimera_critical_path, chimera_time
@@ -136,3 +137,12 @@ def test_chimeras_model_with_messages() -> None:
     assert chimera_time(6, 6, 1, 2, p2p=Fraction(1, 2)) == 26 + 8
     with pytest.raises(ScheduleError, match="an even number of stages"):
         chimera_time(5, 5, 1, 2)
+
+
+def test_pairs_that_wait_for_each_other_name_the_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n")
+    schedule = read_csv(path)
+    assert simulate(schedule, Costs()).makespan > 0
+    with pytest.raises(ScheduleError, match=r"deadlocks(?s:.*)Leave overlap out"):
+        simulate(schedule, Costs(overlap=0.5))
