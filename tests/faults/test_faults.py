@@ -8,7 +8,7 @@ from tests.faults.__main__ import line, printed
 from tests.faults.catalogue import catalogue
 from tests.faults.running import run
 
-FAST = ("raise@fit_end:1", "kill@middle:3of4-sharded")
+FAST = ("raise@fit_end:1",)
 """Real runs of several processes; tests of the launcher, of stopping and of meetings cover other kinds quickly."""
 
 
