@@ -69,7 +69,6 @@ class Digest:
         thorough: whether the words of layers that run here count what their code names.
         words: those of the calls so far.
         expected: those of the previous stage up to its cut.
-        defers: whether a difference is left to a later stage, whose run then ends: it is told another word.
         in_function: whether an autograd Function is being applied, in which stages draw other numbers. Those of a stage
             that waits go nowhere, so it counts which function has drawn them.
     """
@@ -78,7 +77,7 @@ class Digest:
         self.idle, self.thorough = idle, False
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
-        self.in_function = self.defers = False
+        self.in_function = False
         self._numbers, self._name_of, self._word = numbers, name_of, 0
         # a tensor may outlive a run as an attribute: the mark of an earlier run does not count
         self._token = next(_tokens)
@@ -137,9 +136,6 @@ class Digest:
     def check(self, name: str, position: int) -> None:
         """Raise if the call at a position is given something else here than on the previous stage."""
         if position < min(len(self.words), len(self.expected)) and self.words[position] != self.expected[position]:
-            if self.defers:
-                self.words[position] ^= 2
-                return
             raise GivenOtherValuesError(
                 f"'{name}', call number {position} outside layers, is given other values here than on the stage "
                 "before: a number, a tensor or an attribute depends on earlier micro-batches, the rank or time, or "

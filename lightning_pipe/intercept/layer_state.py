@@ -213,13 +213,13 @@ class LayerState:
         self.set_by_run.setdefault(key, former)
         run.tracker.digest.count(self.written(*key), value)
 
-    def check_called(self, name: str, root: nn.Module, *, defers: bool = False) -> None:
+    def check_called(self, name: str, root: nn.Module) -> None:
         """The call of a module is answered: its stage has what was there before the batch, or what this run has set.
 
         Raises:
             CutError: earlier runs have left something else.
         """
-        parts = {*root.modules()} if (self._left or self._late) and not defers else ()
+        parts = {*root.modules()} if self._left or self._late else ()
         for (part, attribute), former in (*self._left.items(), *self._late.items()):
             if part not in parts or (part, attribute) in self.set_by_run or self.is_kept(part, attribute):
                 continue

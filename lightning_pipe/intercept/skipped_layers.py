@@ -69,7 +69,7 @@ class SkippedLayers:
         if thorough and (following := tracker.following()) is not None and following.name == name:
             tracker.digest.refer(tracker.digest.referred(self._cache.referred(name, module)), following.changing)
         call = tracker.expect(name)
-        self._cache.state.check_called(name, module, defers=tracker.digest.defers)
+        self._cache.state.check_called(name, module)
         tracker.note_read(tensors)
         self.modules.append(module)
         if call.is_plain:  # as mostly

@@ -80,12 +80,11 @@ class StageRun:
         training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
             stage, where this run then ends.
         alone: whether no other micro-batch is under way, which could read what this one changes.
-        ahead: whether earlier batches are under way: what differs then is no error, and the last stage's run ends.
         thorough: whether what the code of layers names is compared.
 
     Attributes:
         called: the layers that this stage has run, once for each call.
-        repeats: whether the step has come back to an earlier stage, or has run ahead of what it computes with.
+        repeats: whether the step has come back to an earlier stage.
         crossings: what leaves, by the stage that receives it.
         whole: whether its backward pass cannot be divided into halves.
     """
@@ -102,12 +101,11 @@ class StageRun:
         profiler: Profiler | None = None,
         training: bool = True,
         alone: bool = False,
-        ahead: bool = False,
         thorough: bool = False,
     ) -> None:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
         self.called: list[int] = []
-        self.repeats, self._ahead = False, ahead
+        self.repeats = False
         self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
@@ -119,7 +117,6 @@ class StageRun:
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
         self.tracker.digest.thorough = thorough
-        self.tracker.digest.defers = ahead and not stage.last
         self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers, parameter_use)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
@@ -165,9 +162,6 @@ class StageRun:
         except _EndOfStage:
             pass
         except CutError as error:
-            if self._ahead and self.stage.last:  # what is wrong in itself is so again when the batch runs alone
-                self.repeats = True
-                return None
             if not _is_generating(error):
                 raise
             raise CutError(

@@ -161,6 +161,8 @@ def streamed(
     at: Point,
     number: int,
     context: Callable[[], AbstractContextManager[Any]],
+    alone: bool = False,
+    waiting: int | None = None,
 ) -> tuple[list[float], list[list[str]]]:
     """The losses of a number of batches that follow each other through the stages, and what each rank ran.
 
@@ -169,6 +171,8 @@ def streamed(
         at: the schedule and its stages.
         number: of batches.
         context: entered around them.
+        alone: let the first batch end before the second one begins.
+        waiting: a rank that runs no batch ahead.
     """
     ranks, family = at.pipeline_ranks, schedules.get(at.schedule)
     loss_rank = family.build(ranks, 2 * ranks, stages=at.stages).loss_ranks[0]
@@ -184,14 +188,14 @@ def streamed(
         ran: list[str] = []
         with context():
             for _ in range(2):  # with the plans of the first time
-                stream = StreamedEvaluation(pipeline)
+                stream = StreamedEvaluation(pipeline, alone=alone)
                 batches = [
                     stream.begin(index, lambda _, part: module.loss(part), batch)
                     for index, batch in enumerate(entry.batches(number))
                 ]
                 # no rank waits for a later one: the first has run all batches when the last begins, if it is fast
-                for _ in range(number):
-                    ran += performed(stream, number)
+                for index in range(number):
+                    ran += performed(stream, number, last=index if transport.rank == waiting else None)
                 losses.update((i, float(batch.results[0])) for i, batch in enumerate(batches) if batch.results)
                 stream.end()
         return ran[: len(ran) // 2]
@@ -200,10 +204,10 @@ def streamed(
     return [losses[index] for index in range(number)], ran
 
 
-def performed(stream: StreamedEvaluation, number: int) -> list[str]:
+def performed(stream: StreamedEvaluation, number: int, last: int | None = None) -> list[str]:
     """Let a rank go on to the end of the next batch; the actions that are left over are those of no batch."""
     end, ran = stream.proceed(), []
-    while (action := stream.due(end)) is not None:
+    while (action := stream.due(end, last)) is not None:
         if (action.micro_batch or 0) < number:
             stream.perform(action)
             ran.append(str(action))
