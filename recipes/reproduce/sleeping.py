@@ -86,15 +86,20 @@ class Sleeper(nn.Module):
     Args:
         forward: seconds of its forward pass for each sample: a pass over two micro-batches takes that of both.
         half: seconds of its backward pass for its input, and again for its weight.
+
+    Attributes:
+        awake: whether it does not sleep.
     """
 
     def __init__(self, forward: float, half: float) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
-        self.seconds, self.half_seconds = forward, half
+        self.seconds, self.half_seconds, self.awake = forward, half, False
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, after a sleep."""
+        if self.awake:
+            return x * self.scale
         weight = _Sleep.apply(self.scale, 0.0, self.half_seconds)  # type: ignore[no-untyped-call]
         out: Tensor = _Sleep.apply(x, len(x) * self.seconds, self.half_seconds) * weight  # type: ignore[no-untyped-call]
         return out
@@ -130,12 +135,14 @@ def _pipeline(transport: Transport, case: Case) -> tuple[Pipeline, nn.Module, li
 def _flushed(transport: Transport, case: Case) -> float:
     """The median over batches, from the last rank's arrival at a barrier to the last rank's end.
 
-    In the first batches ranks agree on what travels, and compare what layers hold: these do not count.
+    In the first batches ranks agree on what travels, and compare what layers hold: these do not count, nor sleep.
     """
     pipeline, net, parts = _pipeline(transport, case)
     ranks = transport.topology.ranks
     found: list[float] = []
-    for _ in range(THOROUGH + case.batches):
+    for number in range(THOROUGH + case.batches):
+        for layer in net:
+            layer.awake = number < THOROUGH
         arrived, before = time.monotonic(), slept()
         transport.barrier()
         # The input needs a gradient, so that the first stage's backward pass has both halves.
