@@ -141,8 +141,9 @@ def _flushed(transport: Transport, case: Case) -> float:
     ranks = transport.topology.ranks
     found: list[float] = []
     for number in range(THOROUGH + case.batches):
-        for layer in net:
-            layer.awake = number < THOROUGH
+        for sleeper in net.children():
+            assert isinstance(sleeper, Sleeper)
+            sleeper.awake = number < THOROUGH
         arrived, before = time.monotonic(), slept()
         transport.barrier()
         # The input needs a gradient, so that the first stage's backward pass has both halves.
