@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipe.torch_internals import is_functorch_tensor
 
@@ -49,8 +50,13 @@ def copy_of(value: Any) -> Any:
 
 
 def place_of(value: Any) -> Any:
-    """Where a plain tensor has its values, and its shape."""
-    return (value.data_ptr(), tuple(value.shape)) if type(value) is Tensor else None
+    """Where a plain tensor has its values, and its shape. While it is kept no other memory is there.
+
+    An address alone comes back: what is swapped for a tensor may get the memory that this has given up.
+    """
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return None
+    return StorageWeakRef(value.untyped_storage()), value.data_ptr(), tuple(value.shape)
 
 
 def same_values(one: Any, other: Any) -> bool:

@@ -115,6 +115,19 @@ def test_what_a_tuple_holds_may_come_back_as_another_tensor() -> None:
     assert module.pair.array.tolist() == [1, 1]
 
 
+def test_a_tensor_that_gets_the_memory_that_another_has_given_up_is_another_one() -> None:
+    module, memory = Holder(), np.ones(2)
+    module.tensor = torch.from_numpy(memory)
+    before = Snapshot({"": module})
+    memory += 4
+    other = torch.from_numpy(memory)
+    assert (other.data_ptr(), other._version) == (module.tensor.data_ptr(), module.tensor._version)
+    torch.utils.swap_tensors(module.tensor, other)  # type: ignore[no-untyped-call]
+    assert [change.value.tolist() for change in before.changes()] == [[5, 5]]
+    before.undo()
+    assert module.tensor.tolist() == [1, 1]
+
+
 def test_what_is_filled_with_the_same_values_has_not_changed() -> None:
     module = Holder()
     before = Snapshot({"": module})

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.state_programs import BATCH_WHOLE, EQUAL, MICRO_BATCHES, STALE, WIDTH, Base, program
+from tests.support.state_programs import BATCH_WHOLE, MICRO_BATCHES, STALE, WIDTH, Base, program
 
 
 class Taught(Base):
@@ -60,7 +60,7 @@ class TeacherByItsData(Taught):
         return super().behind(out)
 
 
-@program(MICRO_BATCHES, train=STALE, evaluate=STALE, evaluate_chimera=EQUAL)
+@program(MICRO_BATCHES, train=STALE)
 class AverageOfLayersInTheStep(Base):
     remedy = "AverageOfLayersInAHook"
 
