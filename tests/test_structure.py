@@ -17,10 +17,10 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "trainer": 8700,
+    "trainer": 8640,
     "intercept": 8040,
     "engine": 4830,
-    "schedules": 3440,
+    "schedules": 3430,
     "planning": 2940,
     "transport": 2840,
     "parameters": 2080,
@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 381, 136, 36
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 380, 136, 36
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 SLACK = 1.03
 """A budget that is further than this above its room is to be lowered."""

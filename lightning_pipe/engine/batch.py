@@ -65,7 +65,10 @@ class Batch:
         using: ``using(stage, micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
         constant: the micro-batches whose loss depends on nothing that is trained.
-        repeats: whether a run of the step has ended where it comes back to an earlier stage.
+        again: whether it has run before, ahead of earlier batches: what differed then must not do so again.
+        ahead: whether earlier batches are under way, which may change what this one computes with.
+        repeats: whether a run of the step has ended because it has to be run in another way: it comes back to an
+            earlier stage, or one that ran ahead of earlier batches has computed with other values.
     """
 
     step: StepFunction
@@ -81,6 +84,8 @@ class Batch:
     using: Callable[[int, int], AbstractContextManager[None]] = lambda _stage, _micro_batch: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)
     constant: set[int] = field(default_factory=set)
+    again: bool = False
+    ahead: bool = False
     repeats: bool = False
 
     def keep(self, micro_batch: int, loss: Tensor | None, result: Any) -> None:
@@ -109,8 +114,8 @@ class Batch:
 
     @property
     def thorough(self) -> bool:
-        """Whether what layers refer to is compared: in the first batches, and in one of so many later ones."""
-        return self.streams.number <= THOROUGH or self.streams.number % _SAMPLED == 0
+        """Whether what layers refer to is compared: in the first batches, some later ones, and second runs."""
+        return self.again or self.streams.number <= THOROUGH or self.streams.number % _SAMPLED == 0
 
     def slice(self, micro_batch: int) -> Any:
         """A micro-batch for one run: the step may change it, and nothing else shares its memory."""

@@ -193,7 +193,7 @@ class Pipeline(PartitionedModule):
         return results
 
     def evaluate(
-        self, step: StepFunction, micro_batches: Sequence[Any], *, seed: int = 0, turns: bool = False
+        self, step: StepFunction, parts: Sequence[Any], *, seed: int = 0, turns: bool = False, again: bool = False
     ) -> dict[int, Any]:
         """Run forward passes alone; see `train`.
 
@@ -201,11 +201,13 @@ class Pipeline(PartitionedModule):
 
         Args:
             step: see `train`.
-            micro_batches: the slices of the batch.
+            parts: the micro-batches.
             seed: the seed of this batch's random streams.
             turns: let the ranks take turns, one computing at a time, so that the step may call layers again.
+            again: whether the batch has run in a stream before.
         """
-        batch = self.evaluation_batch(step, micro_batches, seed)
+        batch = self.evaluation_batch(step, parts, seed)
+        batch.again = again
         if turns:
             with self.running(batch.streams, caches=True):
                 results = self.turns.run(batch)

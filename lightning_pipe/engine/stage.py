@@ -201,6 +201,7 @@ class Stages:
             profiler=batch.before_layer if batch.training and batch.observers else None,
             training=batch.training,
             alone=batch.undisturbed,
+            ahead=batch.ahead,
             thorough=batch.thorough,
         )
         # A tensor that the path names but that was not sent has no value here, and gets no gradient.

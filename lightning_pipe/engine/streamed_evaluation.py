@@ -27,7 +27,6 @@ class StreamedEvaluation:
 
     Args:
         pipeline: the module over the ranks.
-        alone: whether the first batch has ended before the second one begins.
 
     Attributes:
         order: what all ranks run.
@@ -47,11 +46,11 @@ class StreamedEvaluation:
             streamed.end()
     """
 
-    def __init__(self, pipeline: Pipeline, *, alone: bool = False) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._ranks = [pipeline.placement[0, stage] for stage in range(len(pipeline.balance))]
         self._later = pipeline.executor.later
-        self.order = EvaluationOrder(self._ranks, alone=alone)
+        self.order = EvaluationOrder(self._ranks)
         # what a batch sends is there when the one so many batches later begins
         self.lag = len(self._ranks) + 1 + self.order.ahead
         self._actions: deque[tuple[int, Action]] = deque()
@@ -68,6 +67,7 @@ class StreamedEvaluation:
             seed: the seed of its random streams.
         """
         self._batches[number] = made = self._pipeline.evaluation_batch(step, [batch], seed)
+        made.ahead = True
         return made
 
     def proceed(self) -> int:
@@ -83,19 +83,9 @@ class StreamedEvaluation:
             self._actions.extend((slot, action) for action in self._lowered(passes))
         return end
 
-    def due(self, slot: int, last: int | None = None) -> Action | None:
-        """Take the next action of this rank; ``None`` if it is not due.
-
-        Args:
-            slot: the last one whose actions are due.
-            last: the last batch whose passes are due; ``None``: any. What is received of later ones is due all the
-                same: it may come before what is sent of this one.
-        """
-        if not self._actions:
-            return None
-        at, action = self._actions[0]
-        waits = last is not None and action.kind is Kind.FORWARD and (action.micro_batch or 0) > last
-        if at > slot or waits:
+    def due(self, slot: int) -> Action | None:
+        """Take the next action of this rank if it is due by a slot."""
+        if not self._actions or self._actions[0][0] > slot:
             return None
         return self._actions.popleft()[1]
 

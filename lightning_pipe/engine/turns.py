@@ -39,6 +39,7 @@ class Turns:
 
     def run(self, batch: Batch) -> dict[int, Any]:
         """Run the step for all micro-batches; returns what it returned, on the rank with the loss of pipe 0."""
+        self._pipeline.executor.stages.interceptor.state.begin_batch()
         for micro_batch in range(len(batch.micro_batches)):
             self._run(batch, micro_batch)
         return batch.results

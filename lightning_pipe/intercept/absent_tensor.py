@@ -341,5 +341,5 @@ def check_values(tensors: Iterable[Tensor], what: str) -> None:
         CutError: one of them is absent, or comes from what is.
     """
     for tensor in tensors:
-        if isinstance(tensor, AbsentTensor):
+        if type(tensor) is not Tensor and isinstance(tensor, AbsentTensor):
             raise tensor.origin.error(f"{what} needs a value that is not here", hint=_IN_STEPS)

@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` i
 LEAF = tree_flatten(None)[1]
 """The structure of a result that is one leaf."""
 AGAIN = "a layer of an earlier stage again"
-"""The name of the last call of a step that comes back to an earlier stage."""
+"""The name of the only call that later stages are told of, where a step has to be run in another way."""
 
 
 class Passed(NamedTuple):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import RunRecord
+from lightning_pipe.intercept.call_record import AGAIN, RunRecord
 from lightning_pipe.intercept.numbers import SAME_PATH
 
 
@@ -68,8 +68,10 @@ class Crossing:
         """This and what an earlier stage sends to the same one: this path has all of its calls, and more.
 
         Raises:
-            CutError: it has not.
+            CutError: it has not, and no stage in between has ended the run.
         """
+        if self.path.calls and self.path.calls[0].name == AGAIN:
+            return self
         if self.path.calls[: len(other.path.calls)] != other.path.calls:
             raise CutError(
                 "the stage before this one has taken another path than the one that sends a skip connection.",

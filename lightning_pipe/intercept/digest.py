@@ -114,11 +114,6 @@ class Digest:
         if not self.idle:
             self.surround(name, [value])
 
-    @property
-    def counts(self) -> bool:
-        """Whether what the code of a layer names that runs here is to be compared."""
-        return self.thorough and not self.idle
-
     def referred(self, values: Iterable[tuple[Place, Any]]) -> dict[Place, int]:
         """A number for each value that the code of a layer names."""
         return {place: self.of(value) for place, value in values}

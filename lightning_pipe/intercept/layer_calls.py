@@ -128,7 +128,8 @@ class LayerCalls:
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
                 tracker.digest.call(name, arguments, module)
-                referred = tracker.digest.referred(cache.referred(name, module)) if tracker.digest.counts else None
+                thorough = tracker.digest.thorough and not tracker.digest.idle
+                referred = tracker.digest.referred(cache.referred(name, module)) if thorough else None
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 if self._profiler is not None:

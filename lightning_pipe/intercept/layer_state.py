@@ -29,7 +29,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
 from lightning_pipe.intercept.contents import Change, attribute_of
-from lightning_pipe.intercept.kept_state import alike, is_metric, is_own, written
+from lightning_pipe.intercept.kept_state import Place, alike, is_metric, is_own, written
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.references import leads_to
@@ -43,8 +43,6 @@ _MISSING = object()
 _kept: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 """What the calls of modules have changed in them: a second Trainer finds what the first one has left."""
 
-Place = tuple[str, str]
-"""The path from a module to a part of it, and the name of an attribute there."""
 Key = tuple[nn.Module, str]
 
 

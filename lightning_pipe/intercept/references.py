@@ -128,14 +128,19 @@ def _is_compared(value: Any) -> bool:
 
 def leads_to(value: Any) -> Iterator[Any]:
     """The modules and functions that a value leads to; functions that of what they are bound to, too."""
+    found = walk(value, lambda each: inside(each) or _bound(each))
+    yield from (each for each in found if isinstance(each, nn.Module | types.FunctionType))
+
+
+def walk(value: Any, further: Callable[[Any], list[Any]]) -> Iterator[Any]:
+    """A value and all that ``further`` leads to from it, but not from modules."""
     pending, seen = [value], set[int]()
     while pending:
         value = pending.pop()
-        if isinstance(value, nn.Module | types.FunctionType):
-            yield value
+        yield value
         if not isinstance(value, (*_PLAIN, nn.Module)) and id(value) not in seen:
             seen.add(id(value))
-            pending += inside(value) or _bound(value)
+            pending += further(value)
 
 
 def inside(value: Any) -> list[Any]:

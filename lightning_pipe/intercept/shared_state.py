@@ -12,14 +12,14 @@ shared. What a module reaches in other ways than as its own part (``self.owner =
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place, is_data, is_own, written
-from lightning_pipe.intercept.references import References, inside
+from lightning_pipe.intercept.references import References, inside, walk
 
 _HINT = (
     "Let each module keep one of its own, and join them behind the layers, or let the step pass it to the layers as an "
@@ -53,8 +53,8 @@ def check_not_shared(
         if id(part) in own or free(part):
             continue
         for held, value in vars(part).items():
-            found = next(_held(value, wanted), None) if is_data(held) else None
-            if found is not None:
+            reached = walk(value, inside) if is_data(held) else ()
+            for found in (each for each in reached if id(each) in wanted):
                 here, there = written(name, path, attribute), written(other, held)
                 raise CutError(
                     f"'{name}' changes a {type(found).__qualname__} in its forward pass that `{here}` and `{there}` "
@@ -82,15 +82,3 @@ def changed_elsewhere(name: str, changed: str) -> CutError:
         hint="Let the forward pass return it or keep it in its own module, and let the step do the rest behind the "
         "layers.",
     )
-
-
-def _held(value: Any, wanted: set[int]) -> Iterator[Any]:
-    """What is wanted of all that a value leads to, by way of lists, dictionaries and objects of the user's."""
-    pending, seen = [value], set[int]()
-    while pending:
-        value = pending.pop()
-        if id(value) in wanted:
-            yield value
-        if id(value) not in seen and not isinstance(value, nn.Module):
-            seen.add(id(value))
-            pending += inside(value)

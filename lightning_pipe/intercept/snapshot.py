@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 
 from torch import nn
 
@@ -75,10 +75,15 @@ class Snapshot:
             for node in self._nodes.values():
                 node.undo_once(done)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Leave some modules out from now on."""
-        for name in names:
-            self._nodes.pop(name, None)
+    def narrow(self) -> bool:
+        """Count from now on what has become different so far, and nothing else; whether anything has."""
+        found: dict[str, set[str]] = {}
+        for change in self.changes():
+            found.setdefault(change.path[0], set()).add(change.path[1][1])
+        self._nodes = {name: self._nodes[name] for name in found}
+        for name, node in self._nodes.items():
+            node.only, node.kept = found[name], {key: node.kept[key] for key in node.kept.keys() & found[name]}
+        return bool(found)
 
     def changes(self) -> list[Change]:
         """What has become different since."""

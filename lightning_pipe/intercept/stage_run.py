@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import check_values
 from lightning_pipe.intercept.arrival import Arrival
-from lightning_pipe.intercept.call_record import AGAIN, CallRecord
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.layer_calls import LayerCalls, Profiler, RunCache
 from lightning_pipe.intercept.objects import ChangedObjectError
@@ -80,11 +80,12 @@ class StageRun:
         training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
             stage, where this run then ends.
         alone: whether no other micro-batch is under way, which could read what this one changes.
+        ahead: whether earlier batches are under way: what differs then is no error, and it ends.
         thorough: whether what the code of layers names is compared.
 
     Attributes:
         called: the layers that this stage has run, once for each call.
-        repeats: whether the step has come back to an earlier stage.
+        repeats: whether the step has come back to an earlier stage, or has run ahead of what it computes with.
         crossings: what leaves, by the stage that receives it.
         whole: whether its backward pass cannot be divided into halves.
     """
@@ -101,11 +102,12 @@ class StageRun:
         profiler: Profiler | None = None,
         training: bool = True,
         alone: bool = False,
+        ahead: bool = False,
         thorough: bool = False,
     ) -> None:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
         self.called: list[int] = []
-        self.repeats = False
+        self.repeats, self._ahead = False, ahead
         self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
@@ -162,6 +164,9 @@ class StageRun:
         except _EndOfStage:
             pass
         except CutError as error:
+            if self._ahead:  # what is wrong in itself is so again when the batch runs behind the others
+                self._end_again()
+                return None
             if not _is_generating(error):
                 raise
             raise CutError(
@@ -285,7 +290,7 @@ class StageRun:
             check_not_hidden(self.stage.first_name)
 
     def _come_back(self, name: str, behind: str = "") -> NoReturn:
-        """The step calls a layer of an earlier stage: it ends here, and in the same place on all later stages.
+        """The step calls a layer of an earlier stage: it ends here, and on all later stages.
 
         Args:
             name: the layer.
@@ -303,15 +308,14 @@ class StageRun:
                 hint="A training step with n passes over the layers (siamese networks, recursion) needs "
                 "PipeStrategy(passes=n). Or name another sequence with layers=... .",
             )
+        self._end_again()
+        raise _EndOfStage
+
+    def _end_again(self) -> None:
+        """This run is of no use. Those of later stages end where they come to their first call."""
         self.repeats = True
-        if self.tracker.waiting:
-            self.tracker.calls.append(CallRecord(AGAIN, (), ()))
-            self.arrive()
-        elif not self.stage.last:
-            self.tracker.calls.append(CallRecord(AGAIN, (), ()))
-        if self.stage.last:
-            raise _EndOfStage
-        self._cut()
+        again = Crossing(RunRecord((CallRecord(AGAIN, (), ()),), ()), {}, (0,))
+        self.crossings = {} if self.stage.last else {self.stage.stage + 1: again}
 
     def _cut(self, layer: nn.Module | None = None) -> NoReturn:
         """The next stage's first ``layer`` is reached, (5): collect what is alive and end the step."""

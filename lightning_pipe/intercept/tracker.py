@@ -157,12 +157,13 @@ class Tracker(TorchFunctionMode):
         it is ``new``: the layers of other stages have none like it to give.
         """
         for position, tensor in enumerate(tensors):
-            if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+            plain = type(tensor) is Tensor  # else what it is derived from is asked, which takes longer
+            if not plain and isinstance(tensor, nn.Parameter):
                 if self.come_back is not None and not self._parameter_use.holds_all([tensor]):
                     self.come_back(name)
                 self._parameter_use.use(tensor, name)
             known = self.numbers.of(tensor)
-            if isinstance(tensor, Placeholder):
+            if not plain and isinstance(tensor, Placeholder):
                 if known in self.numbers.unfilled:
                     raise CutError(
                         f"'{name}' needs tensor argument {position}: {self.numbers.unfilled[known]}", hint=NO_VIEWS

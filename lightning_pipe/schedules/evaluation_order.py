@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,7 +34,6 @@ class EvaluationOrder:
 
     Args:
         ranks: the rank of each stage.
-        alone: let no batch begin before the first one has ended, and one more slot is over.
 
     Attributes:
         ahead: how many slots behind the end of a batch are known when the loop comes to the batch.
@@ -49,13 +47,12 @@ class EvaluationOrder:
         ['0F0', '0F1', '0F2', '3F0', '0F3']
     """
 
-    def __init__(self, ranks: Sequence[int], *, alone: bool = False) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         self._stages = {rank: [s for s, each in enumerate(ranks) if each == rank][::-1] for rank in sorted({*ranks})}
         self._done = [0] * len(ranks)  # batches, by stage
         self._ends: deque[int] = deque()  # the slots of ends that nobody has asked for
         self._number, self._closed = 0, False
-        self.ahead = max(1, len(ranks) // 2) if len(self._stages) == len(ranks) and not alone else 1
-        self._opens = math.inf if alone else 0  # the slot from which on further batches may begin
+        self.ahead = max(1, len(ranks) // 2) if len(self._stages) == len(ranks) else 1
         self.slots: deque[tuple[int, list[Pass]]] = deque()
 
     @property
@@ -76,10 +73,6 @@ class EvaluationOrder:
         """Let no further batch begin."""
         self._closed = True
 
-    def holds(self, batch: int) -> bool:
-        """Whether a batch has a place in the order."""
-        return not self._closed or batch < self.begun
-
     def _go_on(self) -> None:
         passes: list[Pass] = []
         ended = self._done[-1]
@@ -92,7 +85,6 @@ class EvaluationOrder:
             self._done[stage] += 1
         if self._done[-1] > ended:
             self._ends.append(self._number)
-            self._opens = min(self._opens, self._number + 2)
         self.slots.append((self._number, passes))
         self._number += 1
 
@@ -101,5 +93,4 @@ class EvaluationOrder:
         done, ended = self._done[stage], self._done[-1]
         if stage:
             return done < self._done[stage - 1]
-        opened = not done or self._number >= self._opens
-        return opened and not self._closed and done < ended + len(self._done)
+        return not self._closed and done < ended + len(self._done)

@@ -28,8 +28,6 @@ class AttributeSync:
         hooks: what it registers on modules.
         at_begin: what `before` has returned, while steps run.
         several: whether several ranks may complete the micro-batches of a batch.
-        changed_by_batch: an attribute that the last batch has changed, as code writes it, of those that later ones may
-            read: not what lists have got at their ends.
     """
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
@@ -41,7 +39,6 @@ class AttributeSync:
         self.hooks = StepHooks(module, lambda: interceptor.in_module)
         self.at_begin: Snapshot | None = None
         self.several = pipeline.family.pipes > 1 and pipeline.synchronous
-        self.changed_by_batch: str | None = None
         self._warn = WarnOnce()
 
     def before(self, ranks: Sequence[int]) -> Snapshot | None:
@@ -96,8 +93,6 @@ class AttributeSync:
             changes: those of each rank that completes the steps.
             before: this rank's attributes before the steps; ``None`` if it completes none.
         """
-        changed = (change for each in changes for change in each if change.kind not in ("append", "hide"))
-        self.changed_by_batch = next((f"self.{name_of(change)}" for change in changed), None)
         if before is None or len(changes) > 1:
             for each in changes:
                 self.tracked.apply([change for change in each if not self.of_layers.concerns(change)])

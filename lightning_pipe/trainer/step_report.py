@@ -27,7 +27,7 @@ class StepReport:
         logged: what the step logged.
         changes: what the step changed in the attributes of the LightningModule.
         stop: whether this rank has been asked to stop the training.
-        repeats: whether the step has come back to layers of an earlier stage, and ended there.
+        repeats: whether the step has ended since it has to run in another way.
         hooks: those on modules that the step has left, by their places among all that it has registered.
     """
 

@@ -15,7 +15,7 @@ from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.batches.outputs import losses_on_host
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.recompute import is_recomputing
@@ -192,12 +192,7 @@ class UserStep:
         return reports if report is None else [report if each is sent else each for each in reports]
 
     def take_turns(self, name: str) -> None:
-        """Let the ranks take turns in an evaluation step from now on, and say so.
-
-        Raises:
-            CutError: the run that has shown the need has drawn from what does not give the same again.
-        """
-        self.check_may_run_again(training=False)
+        """Let the ranks take turns in an evaluation step from now on, and say so."""
         self.in_turns.add(name)
         self._warn(
             f"{name} in turns",
@@ -230,10 +225,11 @@ class StepOfBatch:
     Attributes:
         micro_batches: as given.
         check: compares the loss of the batch with those of its micro-batches; ``None`` for most batches.
-        repeats: whether the step has come back to an earlier stage, and has to run in another way.
+        repeats: whether the step has to run in another way: it has come back to an earlier stage, say.
+        dropped: whether nothing counts any more that it does: its batch runs again.
     """
 
-    repeats = False
+    repeats = dropped = False
 
     def __init__(
         self,
@@ -262,6 +258,8 @@ class StepOfBatch:
             index: of the micro-batch.
             micro_batch: the micro-batch.
         """
+        if self.dropped:
+            raise CutError("internal error: the batch runs again.")
         common = self._user_step
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
@@ -297,7 +295,7 @@ class StepOfBatch:
             outputs: what the pipeline returned on this rank.
             before: the attributes before the batch, from `UserStep.running`.
             send_outputs: whether ranks without the last stage get what the step returned.
-            repeats: whether the step has ended here where it comes back to an earlier stage: nothing is adopted then.
+            repeats: whether the step has ended here since it has to run in another way: nothing is adopted then.
 
         Returns:
             What the step returned for each micro-batch, as far as this rank knows it.

@@ -47,10 +47,9 @@ def ran(order: EvaluationOrder, batches: int) -> tuple[dict[tuple[int, int], int
 
 
 @pytest.mark.parametrize("ranks", placements())
-@pytest.mark.parametrize("alone", [False, True])
-def test_every_pass_follows_the_pass_of_the_stage_before(ranks: tuple[int, ...], alone: bool) -> None:
+def test_every_pass_follows_the_pass_of_the_stage_before(ranks: tuple[int, ...]) -> None:
     stages = len(ranks)
-    order = EvaluationOrder(ranks, alone=alone)
+    order = EvaluationOrder(ranks)
     slots, ends, begun = ran(order, BATCHES)
     starts = [slot for (stage, _), slot in slots.items() if stage == 0]
     for batch in range(BATCHES):
@@ -66,8 +65,6 @@ def test_every_pass_follows_the_pass_of_the_stage_before(ranks: tuple[int, ...],
         assert all(early < late for early, late in pairwise(of_stage))
     for batch in range(stages, BATCHES):  # and as many as there are stages are in flight
         assert slots[0, batch] > ends[batch - stages]
-    if alone:
-        assert slots[0, 1] == ends[0] + 2
 
 
 @pytest.mark.parametrize("ranks", placements())
@@ -86,7 +83,6 @@ def test_where_each_rank_has_one_stage_batches_follow_each_other_at_once() -> No
 @pytest.mark.parametrize(("ranks", "ahead"), [([0, 1], 1), ([0, 1, 2, 3], 2), ([*range(8)], 4), ([0, 1, 1, 0], 1)])
 def test_ranks_with_one_stage_may_run_some_slots_more(ranks: list[int], ahead: int) -> None:
     assert EvaluationOrder(ranks).ahead == ahead
-    assert EvaluationOrder(ranks, alone=True).ahead == 1
 
 
 def test_a_closed_order_ends_what_has_begun() -> None:
@@ -94,8 +90,6 @@ def test_a_closed_order_ends_what_has_begun() -> None:
     order.to_end()
     order.close()
     assert order.begun == 3
-    assert order.holds(2)
-    assert not order.holds(3)
     assert [order.to_end() for _ in range(2)] == [4, 7]
     passes = [each for _, slot in order.slots for each in slot]
     assert {each.batch for each in passes} == {0, 1, 2}

@@ -161,8 +161,6 @@ def streamed(
     at: Point,
     number: int,
     context: Callable[[], AbstractContextManager[Any]],
-    alone: bool = False,
-    waiting: int | None = None,
 ) -> tuple[list[float], list[list[str]]]:
     """The losses of a number of batches that follow each other through the stages, and what each rank ran.
 
@@ -171,8 +169,6 @@ def streamed(
         at: the schedule and its stages.
         number: of batches.
         context: entered around them.
-        alone: let the first batch end before the second one begins.
-        waiting: a rank that runs no batch ahead.
     """
     ranks, family = at.pipeline_ranks, schedules.get(at.schedule)
     loss_rank = family.build(ranks, 2 * ranks, stages=at.stages).loss_ranks[0]
@@ -188,14 +184,14 @@ def streamed(
         ran: list[str] = []
         with context():
             for _ in range(2):  # with the plans of the first time
-                stream = StreamedEvaluation(pipeline, alone=alone)
+                stream = StreamedEvaluation(pipeline)
                 batches = [
                     stream.begin(index, lambda _, part: module.loss(part), batch)
                     for index, batch in enumerate(entry.batches(number))
                 ]
                 # no rank waits for a later one: the first has run all batches when the last begins, if it is fast
-                for index in range(number):
-                    ran += performed(stream, number, last=index if transport.rank == waiting else None)
+                for _ in range(number):
+                    ran += performed(stream, number)
                 losses.update((i, float(batch.results[0])) for i, batch in enumerate(batches) if batch.results)
                 stream.end()
         return ran[: len(ran) // 2]
@@ -204,10 +200,10 @@ def streamed(
     return [losses[index] for index in range(number)], ran
 
 
-def performed(stream: StreamedEvaluation, number: int, last: int | None = None) -> list[str]:
+def performed(stream: StreamedEvaluation, number: int) -> list[str]:
     """Let a rank go on to the end of the next batch; the actions that are left over are those of no batch."""
     end, ran = stream.proceed(), []
-    while (action := stream.due(end, last)) is not None:
+    while (action := stream.due(end)) is not None:
         if (action.micro_batch or 0) < number:
             stream.perform(action)
             ran.append(str(action))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe import skip
 from tests.support.state_programs import BATCH_WHOLE, MICRO_BATCHES, STALE, WIDTH, Base, program
 
 
@@ -114,6 +115,29 @@ class PathByACounter(Counts):
     def between(self, hidden: Tensor) -> Tensor:
         self.count += 1
         return hidden * 2.0 if self.count % 2 else hidden + 1.0
+
+
+@skip.skippable(stash=["early"])
+class Stashes(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        yield skip.stash("early", x * 1.5)
+        return super().forward(x)
+
+
+@skip.skippable(pop=["early"])
+class Pops(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        early = yield skip.pop("early")
+        return super().forward(x + early)
+
+
+@program(MICRO_BATCHES, train=STALE)
+class PathBesideASkip(PathByACounter):
+    """What takes its own way past a stage must not meet another path there."""
+
+    def make(self) -> None:
+        super().make()
+        self.layers[0], self.layers[3] = Stashes(WIDTH, WIDTH), Pops(WIDTH, WIDTH)
 
 
 @program(MICRO_BATCHES, train=STALE)

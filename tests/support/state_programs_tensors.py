@@ -93,7 +93,7 @@ class BufferInPlaceBefore(Base):
         return x - self.mean
 
 
-@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
+@program(MICRO_BATCHES, train=STALE)
 class HistoryBefore(Base):
     def make(self) -> None:
         self.history: Any = collections.deque(maxlen=3)
@@ -103,7 +103,7 @@ class HistoryBefore(Base):
         return x * (1 + sum(self.history))
 
 
-@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
+@program(MICRO_BATCHES, train=STALE)
 class HistoryOfTensors(Base):
     def make(self) -> None:
         self.history = list[Tensor]()

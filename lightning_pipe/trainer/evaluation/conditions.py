@@ -11,12 +11,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.module_state import is_torchs
-from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
-from lightning_pipe.trainer.user_step import UserStep
+from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 
 # Lightning shows what its own loggers are told; that of this package has no handler.
 _log = logging.getLogger("lightning.pytorch.lightning_pipe")
+GIVEN = "a step comes back to layers that it has called, or gives them what an earlier batch has changed"
+"""What the ranks see while batches stream."""
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -30,29 +31,27 @@ def tell_that_batches_wait(name: str, reason: str) -> None:
     _log.info(f"{name}: each batch passes all ranks before the next one begins, because {reason}.")
 
 
-def reason_to_wait(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loop: Any, name: str) -> str | None:
+def reason_to_wait(module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str) -> str | None:
     """Why each batch must have passed all ranks before the next one begins; ``None`` if it need not.
 
     Args:
         module: the LightningModule, with its Trainer.
-        pipeline: the module over the ranks.
-        step: what its steps have in common.
+        steps: runs its steps.
         loop: the loop of Lightning that is about to begin.
         name: the method that evaluates a batch.
     """
-    return next(_reasons(module, pipeline, step, loop, name), None)
+    return next(_reasons(module, steps, loop, name), None)
 
 
-def _reasons(module: pl.LightningModule, pipeline: Pipeline, step: UserStep, loop: Any, name: str) -> Iterator[str]:
-    if name in step.in_turns:
-        yield "the step comes back to layers that it has called, and one rank computes at a time"
+def _reasons(module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str) -> Iterator[str]:
+    pipeline = steps.pipeline
+    if name in steps.waiting or name in steps.user_step.in_turns:
+        yield GIVEN
     for hook in _hooks_between(module, name):
         # it may change what the steps of later batches use, such as weights
         yield f"{hook} is called between two batches"
-    for metric in step.metrics.in_layers:
+    for metric in steps.user_step.metrics.in_layers:
         yield f"the metric {metric!r} is part of a module that earlier stages run"
-    if any(map(is_compiled, step.attributes.tracked.modules.values())):
-        yield "the code around the layers is compiled, and what it reads cannot be seen"
     replicas, loaders = pipeline.transport.topology.replicas > 1, loop._combined_loader.flattened
     if replicas and any(isinstance(loader, SharedDataLoader) and loader.compares for loader in loaders):
         yield "the replicas' loaders may differ in length"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,7 +13,7 @@ from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.evaluation.conditions import reason_to_wait, tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
-from lightning_pipe.trainer.evaluation.stream import EvaluationStream, Steadiness
+from lightning_pipe.trainer.evaluation.stream import EvaluationStream
 from lightning_pipe.trainer.world import World
 
 
@@ -44,7 +43,6 @@ class Evaluations:
             told = pipeline.evaluated_by(pipeline.transport.rank) if whole else pipeline.names
         not_told = {*pipeline.names}.difference(told)
         self._copies = EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members, not_told)
-        self._steadiness: defaultdict[str, Steadiness] = defaultdict(Steadiness)
         self._told: set[tuple[str, str]] = set()
         self._stream: EvaluationStream | None = None
 
@@ -85,14 +83,12 @@ class Evaluations:
         self._copies.begin()
         if not self._may_stream:
             return
-        reason = reason_to_wait(self._module, self._steps.pipeline, self._steps.user_step, loop, name)
+        reason = reason_to_wait(self._module, self._steps, loop, name)
         # a callback may exist on some ranks alone
         reasons = self._world.transport.all_gather_object(reason, self._world.everyone)
         reason = next((each for each in reasons if each is not None), None)
         if reason is None:
-            # a sanity check may leave out what changes attributes: nothing is kept of it
-            steadiness = Steadiness() if self._module.trainer.sanity_checking else self._steadiness[name]
-            self._stream = EvaluationStream(self._module, self._steps, self._world, loop, name, steadiness)
+            self._stream = EvaluationStream(self._module, self._steps, self._world, loop, name)
             self._stream.begin()
         elif (name, reason) not in self._told:
             self._told.add((name, reason))

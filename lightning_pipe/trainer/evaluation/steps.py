@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,9 @@ class RunStep:
         ranks: those that complete it.
         outputs: what the pipeline returned on this rank.
         before: the attributes before it, from `UserStep.running`.
-        repeats: whether it has ended here where it comes back to layers of an earlier stage.
-        layers: the layers before each run that may have to be undone.
+        repeats: whether it has ended here since it has to run in turns.
+        layers: what was in layers before each run that has changed it.
+        again: whether it has run before.
     """
 
     step: StepOfBatch
@@ -44,6 +45,7 @@ class RunStep:
     before: Snapshot | None = None
     repeats: bool = False
     layers: list[Snapshot] = field(default_factory=list)
+    again: bool = False
 
 
 class EvaluationSteps:
@@ -57,23 +59,19 @@ class EvaluationSteps:
         precision: the Trainer's precision plugin.
         seeds: of the random streams.
         options: the strategy's options for batches.
+
+    Attributes:
+        waiting: the methods of which a batch has had to run again behind the batches before it.
     """
 
     def __init__(
         self, pipeline: Pipeline, user_step: UserStep, precision: Precision, seeds: Seeds, options: BatchSplitting
     ) -> None:
         self.pipeline, self.user_step, self.options = pipeline, user_step, options
-        self._seeds = seeds
-        # what modules kept before each run since the last batch that was run in turns; the methods that change none
+        self._seeds, self.waiting = seeds, set[str]()
+        # what each run has changed in layers since the last batch that was run in turns; the methods that change none
         self._before: list[Snapshot] = []
         self._leaves_layers: set[str] = set()
-        # by ``id``, the stage of this rank that runs a part of a module
-        self._run_by = {
-            str(id(part)): stage
-            for stage in pipeline.stages_here
-            for number in pipeline.stage_layers[stage]
-            for part in pipeline.layers[number][1].modules()
-        }
         self._contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "validation_step": precision.val_step_context,
             "test_step": precision.test_step_context,
@@ -99,14 +97,12 @@ class EvaluationSteps:
 
     def run(self, run: RunStep) -> None:
         """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
-        self._run(run, turns=run.name in self.user_step.in_turns)
-
-    def _run(self, run: RunStep, *, turns: bool) -> None:
-        if not turns:
-            self._remember(run, self.pipeline.stages_here)
-        parts = run.step.micro_batches.parts
-        with self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.ranks) as run.before:
-            run.outputs = self.pipeline.evaluate(run.step, parts, seed=run.seed, turns=turns)
+        turns, parts = run.name in self.user_step.in_turns, run.step.micro_batches.parts
+        with (
+            nullcontext() if turns else self._remembering(run),
+            self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.ranks) as run.before,
+        ):
+            run.outputs = self.pipeline.evaluate(run.step, parts, seed=run.seed, turns=turns, again=run.again)
         run.repeats = self.pipeline.turns.needed
 
     def run_stage(self, run: RunStep, stage: int, perform: Callable[[], None]) -> None:
@@ -117,34 +113,26 @@ class EvaluationSteps:
             stage: the stage, of this rank.
             perform: runs it.
         """
-        self._remember(run, [stage])
-        completes = stage == len(self.pipeline.balance) - 1
-        with self.user_step.running(may_repeat=True, ranks=run.ranks if completes else ()) as run.before:
+        ranks = run.ranks if stage == len(self.pipeline.balance) - 1 else ()
+        with self._remembering(run), self.user_step.running(may_repeat=True, ranks=ranks) as run.before:
             perform()
-        self._learn(run, stage)
 
-    def _remember(self, run: RunStep, stages: Iterable[int]) -> None:
-        """Remember what layers and outside modules keep before a run of some stages that may have to be undone.
+    @contextmanager
+    def _remembering(self, run: RunStep) -> Iterator[None]:
+        """Around a run that may have to be undone: remember what it changes in layers and outside modules.
 
-        Not what the other stages here run: they may be at work on earlier batches, which stay.
+        Not what others change there meanwhile: other stages here are at work on other batches, which stay, and what the
+        step sets is adopted batch by batch.
         """
-        if run.name in self._leaves_layers and run.name not in self.user_step.in_turns:
+        if run.name in self._leaves_layers:
+            yield
             return
-        known = {None, *stages}
         computing = self.pipeline.executor.stages.interceptor.computing()
-        before = Snapshot({str(id(part)): part for part in computing if self._run_by.get(str(id(part))) in known})
-        run.layers.append(before)
-        self._before.append(before)
-
-    def _learn(self, run: RunStep, stage: int) -> None:
-        """Learn which modules a stage runs outside the layers, if this rank has several stages."""
-        if len(self.pipeline.stages_here) == 1 or not run.layers:
-            return
-        changed = {str(change.path[0]) for change in run.layers[-1].changes()} - self._run_by.keys()
-        self._run_by.update(dict.fromkeys(changed, stage))
-        for before in self._before if changed else ():
-            if before is not run.layers[-1]:
-                before.forget(changed)
+        before = Snapshot({str(id(part)): part for part in computing})
+        yield
+        if before.narrow():
+            run.layers.append(before)
+            self._before.append(before)
 
     def _cut(self, batch: Any) -> MicroBatches:
         options, number = self.options, self.options.evaluation_micro_batches
@@ -153,29 +141,41 @@ class EvaluationSteps:
         ranks = self.pipeline.transport.topology.ranks
         return divide_batch(batch, ranks, number, options.split_batch, options.loss_weight)
 
-    def share(self, run: RunStep, *, send_outputs: bool = True) -> Any:
+    def again(self, run: RunStep) -> RunStep:
+        """A step that is to run once more."""
+        run = self._begin(run.name, run.args, run.seed)
+        run.again = True
+        return run
+
+    def share(self, run: RunStep, *, send_outputs: bool = True, leave: Callable[[], None] | None = None) -> Any:
         """What the step returned; what it logged and changed is made on this rank, too. Collective over the pipeline.
 
         Args:
             run: the step, which has been run here.
             send_outputs: whether ranks without the last stage get what the step returned.
+            leave: called if a step that was run in a stream has to run again, whose batches wait from then on.
         """
         outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs, repeats=run.repeats)
-        if run.step.repeats:
+        while run.step.repeats:
+            if leave is None:
+                self.user_step.take_turns(run.name)
+            else:
+                leave()
+                self.waiting.add(run.name)
+            leave = None
+            self.user_step.check_may_run_again(training=False)
             # the layers have run for this batch, and in a stream for later ones, whose steps all run again
             for before in reversed(self._before):
                 before.undo()
             self._before.clear()
             self._leaves_layers.discard(run.name)
-            self.user_step.take_turns(run.name)
-            # all ranks have come to this batch: here they run it together, whatever they have begun of later ones
-            run = self._begin(run.name, run.args, run.seed)
-            self._run(run, turns=True)
-            outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs)
-        elif run.layers:
-            if not any(before.changes() for before in run.layers):
-                self._leaves_layers.add(run.name)
+            run = self.again(run)
+            self.run(run)
+            outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs, repeats=run.repeats)
+        if run.layers:
             self._before = [each for each in self._before if each not in run.layers]
+        elif run.name not in self.user_step.in_turns:
+            self._leaves_layers.add(run.name)
         parts = run.step.micro_batches
         if len(parts.parts) == 1 or not outputs:
             return outputs.get(0)

@@ -14,19 +14,17 @@ the others. Before it evaluates a batch in its loop, it runs what the order has 
 ranks go on to a few slots behind that end (`EvaluationOrder.ahead`), and then wait for the report: whatever they wait
 for before is sent by a rank that has got as far in the order without that report.
 
-A run of the step may read what an earlier batch changes. So the first batch is alone. If it has changed an attribute,
-more than that lists have grown, batches wait for each other from then on: where every rank holds one stage, each rank
-by itself runs no batch ahead, as the messages of all batches keep their order. Where a rank holds several stages, or
-replicas wait for each other, all ranks agree, and no other batch begins in the order. No other begins either once a
-step comes back to layers that it has called: then the batches that have begun run again, in turns. What later batches
-change all the same may be read too early: stages compare what they give to layers, and a difference is an error.
+A run of the step may read too early what an earlier batch changes. Stages compare what they give to layers, and the
+last one, which runs all batches in order, has what one device has. Where it differs its run ends, as it does where a
+step comes back to layers that it has called. Then no other batch begins in the order. All ranks run what has begun to
+its end, so that no message is left, and begin anew with this batch: each one waits for the batch before it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,24 +33,10 @@ import lightning.pytorch as pl
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.patches import replaced
 from lightning_pipe.schedules import Action, Kind
-from lightning_pipe.trainer.evaluation.conditions import tell_that_batches_wait
+from lightning_pipe.trainer.evaluation.conditions import GIVEN, tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.world import World
-
-
-@dataclass
-class Steadiness:
-    """What earlier evaluations by one method have shown, on this rank.
-
-    Args:
-        known: whether a batch has come to its end.
-        steady: whether it changed nothing that later batches may read.
-    """
-
-    known: bool = False
-    steady: bool = True
-
 
 _AHEAD = (
     "This rank has run {name} for batch {batch} ahead of the batches before it. If it needs the attributes that they "
@@ -69,31 +53,16 @@ class EvaluationStream:
         world: the processes.
         loop: Lightning's loop, about to fetch its first batch.
         name: the method that evaluates a batch.
-        steadiness: what is known of the method, and is to be kept.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        steps: EvaluationSteps,
-        world: World,
-        loop: Any,
-        name: str,
-        steadiness: Steadiness,
-    ) -> None:
-        self._module, self._steps, self._loop, self._name = module, steps, loop, name
-        self._known = steadiness
+    def __init__(self, module: pl.LightningModule, steps: EvaluationSteps, world: World, loop: Any, name: str) -> None:
+        self._module, self._steps, self._world, self._loop, self._name = module, steps, world, loop, name
         pipeline, self._last = steps.pipeline, len(steps.pipeline.balance) - 1
         ranks = [pipeline.placement[0, stage] for stage in range(self._last + 1)]
         self._stages = [stage for stage, rank in enumerate(ranks) if rank == pipeline.transport.rank]
-        # the counterparts in other replicas may be waited for; in predictions nothing is
-        replicas, several = world.layout.data_parallel_size > 1 and name != "predict_step", len({*ranks}) <= self._last
-        self._deciding = world.everyone if replicas else pipeline.pipeline_members if several else ()
-        self._engine = StreamedEvaluation(pipeline, alone=bool(self._deciding) and not steadiness.known)
-        if self._deciding and not steadiness.steady:
-            self._engine.order.close()
+        self._engine = StreamedEvaluation(pipeline)
         self._batches = FetchedBatches(module, steps, loop, name)
-        self._slot = 0
+        self._slot, self._waits = 0, False
         self._changed = ExitStack()
 
     @property
@@ -137,9 +106,7 @@ class EvaluationStream:
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
-        self._look_back()
-        number = self._batches.given
-        if self._engine.order.holds(number):
+        if not self._waits:
             self._slot = self._engine.proceed()
             if self._completes:
                 # batches are loaded for the rank that is furthest ahead, which asks for one more behind the report
@@ -164,19 +131,27 @@ class EvaluationStream:
         current = self._batches.current
         assert current is not None
         run = self._batches.begun(current)
-        in_turns = self._name in self._steps.user_step.in_turns
-        if not self._engine.order.holds(current.number):
+        if self._waits:
+            run = run if current.way is None else self._steps.again(run)
             self._steps.run(run)
-        else:
-            if self._completes:
-                self._run_to(self._slot)
-            # what was begun before the first batch that had to be run in turns: so are all behind it
-            run.repeats |= in_turns
-        output = self._steps.share(run, send_outputs=self._outputs_are_kept)
-        if self._name in self._steps.user_step.in_turns:
-            self._engine.order.close()
+        elif self._completes:
+            self._run_to(self._slot)
+            if self._replicas_wait:
+                run.repeats = self._world.agree(run.repeats, unanimous=False, members=self._world.replica_members)
+        leave = None if self._waits else self._leave
+        output = self._steps.share(run, send_outputs=self._outputs_are_kept, leave=leave)
         current.run = None
         return output
+
+    def _leave(self) -> None:
+        """Let batches wait from now on: bring what has begun to its end, of which nothing counts."""
+        self._waits, order = True, self._engine.order
+        order.close()
+        for _ in range(self._batches.given, order.begun):
+            self._run_to(self._engine.proceed())
+        self._run_to(sys.maxsize)
+        if self._steps.pipeline.transport.process == 0:
+            tell_that_batches_wait(self._name, GIVEN)
 
     @property
     def _outputs_are_kept(self) -> bool:
@@ -185,14 +160,14 @@ class EvaluationStream:
         writers = any(isinstance(each, pl.callbacks.BasePredictionWriter) for each in callbacks)
         return self._name == "predict_step" and (self._loop.return_predictions or writers)
 
+    @property
+    def _replicas_wait(self) -> bool:
+        """Whether the counterparts in other replicas may be waited for within a step, and so run the same."""
+        return self._world.layout.data_parallel_size > 1 and self._name != "predict_step"
+
     def _run_to(self, slot: int) -> None:
-        """Run what the order has for this rank up to a slot, as far as it may be ahead of the loop."""
-        next_one = self._batches.given
-        while True:
-            ahead = self._known.known and self._known.steady
-            action = self._engine.due(slot, None if ahead else next_one)
-            if action is None:
-                return
+        """Run what the order has for this rank up to a slot."""
+        while (action := self._engine.due(slot)) is not None:
             fetched = self._batches.find(action.micro_batch or 0)
             if fetched is not None:  # else the data has ended before
                 self._perform(action, fetched)
@@ -206,9 +181,8 @@ class EvaluationStream:
         if action.kind is not Kind.FORWARD:
             perform()
             return
-        if not self._known.steady:
-            self._steps.user_step.attributes.of_layers.begin_batch()
         if action.stage == self._last:
+            run.step.dropped = self._waits
             self._steps.run_stage(run, action.stage, perform)
         else:
             try:
@@ -220,17 +194,3 @@ class EvaluationStream:
                 raise
         if action.stage == self._stages[-1]:
             run.outputs, run.repeats = fetched.way.results, fetched.way.repeats
-
-    def _look_back(self) -> None:
-        """After the first batch: see whether it has changed what later ones may read."""
-        if self._batches.current is None or self._known.known:
-            return
-        changed, transport = self._steps.user_step.attributes.changed_by_batch, self._steps.pipeline.transport
-        if self._deciding:
-            found = transport.all_gather_object(changed, self._deciding)
-            changed = next((each for each in found if each is not None), None)
-            if changed is not None:
-                self._engine.order.close()
-        self._known.known, self._known.steady = True, changed is None
-        if changed is not None and transport.process == 0:
-            tell_that_batches_wait(self._name, f"the step changes `{changed}`")
