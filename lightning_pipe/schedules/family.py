@@ -97,13 +97,13 @@ class Family(ABC):
         """
         if self.mirrored and ranks % 2:
             raise ScheduleError(
-                f"Schedule {self.name!r} pairs ranks that mirror each other, got ranks={ranks}.",
+                f"Schedule {self.label!r} pairs ranks that mirror each other, got ranks={ranks}.",
                 hint="Use an even number of ranks.",
             )
         needed = ranks * self.stages_per_rank
         if stages is not None and stages < needed:
             raise ScheduleError(
-                f"Schedule {self.name!r} on {ranks} ranks needs at least {needed} stages "
+                f"Schedule {self.label!r} on {ranks} ranks needs at least {needed} stages "
                 f"({self.stages_per_rank} per rank), got stages={stages}.",
                 hint=f"Use stages={needed} or more, or {max(1, stages // self.stages_per_rank)} ranks or fewer.",
             )
@@ -144,12 +144,12 @@ class Family(ABC):
     def unchecked(self, ranks: int, micro_batches: int, stages: int | None = None) -> Schedule:
         """As `build`, for who looks at many schedules and runs none of them."""
         given = {} if stages is None else {"stages": stages}
-        check_counts(f"Schedule {self.name!r}", ranks=ranks, micro_batches=micro_batches, **given)
+        check_counts(f"Schedule {self.label!r}", ranks=ranks, micro_batches=micro_batches, **given)
         family, coarse = self.placed(ranks, stages)
         whole = family.published(ranks, micro_batches)
         if whole != micro_batches:
             warnings.warn(
-                f"Schedule {self.name!r} has no order of its own for {micro_batches} micro-batches on {ranks} ranks; "
+                f"Schedule {self.label!r} has no order of its own for {micro_batches} micro-batches on {ranks} ranks; "
                 f"they run in the order for {whole}, cut short.",
                 stacklevel=2,
             )

@@ -34,7 +34,7 @@ class Interleaved(Family):
     virtual_stages: int | None = None
 
     def __post_init__(self) -> None:
-        check_counts(f"Schedule {self.name!r}", virtual_stages=self.stages_per_rank)
+        check_counts(f"Schedule {self.label!r}", virtual_stages=self.stages_per_rank)
 
     @property
     def stages_per_rank(self) -> int:
