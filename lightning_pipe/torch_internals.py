@@ -100,12 +100,6 @@ NAMES = {
         "_opt_called": "set on the optimizer by its step, which a schedule without a flush leaves out at first"
     },
     "torch.amp.grad_scaler.GradScaler": {"_unscale_grads_": f"looks for overflows; {_OWN}"},
-    "torch.distributed.ProcessGroup": {
-        "_get_backend": "the part of a group that has the clock of its collectives",
-    },
-    "torch._C._distributed_c10d.ProcessGroupGloo": {
-        "_set_default_timeout": "the watchdog keeps the time, and its report names every rank's place",
-    },
     "torch.distributed._composable_state": {
         "_module_state_mapping": "knows the modules that fully_shard has divided, until they are put back"
     },

@@ -14,8 +14,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -64,18 +63,11 @@ def connect(environment: ClusterEnvironment, backend: str, timeout: timedelta, h
     connect_processes(environment, backend, timeout=timeout, store=store)
 
 
-@contextmanager
-def on_interface(hosts: int) -> Generator[None, None, None]:
-    """Let Gloo listen where it should: on one host on the loopback interface, unless the user says otherwise."""
+def listen_on_loopback() -> None:
+    """Let Gloo listen on the loopback interface alone, in groups of the user's too, unless the user says otherwise."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    chosen = hosts > 1 or loopback is None or _INTERFACE in os.environ
-    if not chosen:
-        os.environ[_INTERFACE] = str(loopback)
-    try:
-        yield
-    finally:
-        if not chosen:
-            del os.environ[_INTERFACE]
+    if loopback is not None:
+        os.environ.setdefault(_INTERFACE, loopback)
 
 
 class _Meeting:

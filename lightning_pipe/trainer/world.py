@@ -21,7 +21,7 @@ from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
 from lightning_pipe.schedules import Family
-from lightning_pipe.trainer.connect import connect, on_interface
+from lightning_pipe.trainer.connect import connect, listen_on_loopback
 from lightning_pipe.transport.arrangement import topology_of
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.choose import open_transport
@@ -29,6 +29,8 @@ from lightning_pipe.transport.failures.board import FailureBoard
 from lightning_pipe.transport.torch_distributed import default_store
 
 T = TypeVar("T")
+_LATER = timedelta(seconds=10)
+"""How much longer than the timeout an operation waits: until then the failure board has named every rank's place."""
 
 
 def check_world_size(devices: int, num_nodes: int, environment: ClusterEnvironment) -> None:
@@ -100,16 +102,18 @@ class World:
         if layout.world_size == 1:
             return cls(layout, open_transport(topology, device, timeout))
         backend = backend or default_backend(device)
-        with _connecting(timeout), on_interface(hosts):
+        if hosts == 1:
+            listen_on_loopback()
+        with _connecting(timeout):
             connect(environment, backend, timeout, hosts)
-            world = cls(layout, open_transport(topology, device, timeout))
+            world = cls(layout, open_transport(topology, device, timeout + _LATER))
             if topology.replicas > 1:
                 groups = [each.replica_processes(n) for n in range(topology.ranks) for each in topology.tensor_slices]
                 made = [dist.new_group(sorted(group), timeout=timeout) for group in groups]
                 own = world.transport.process
                 world.replicas = next(each for each, group in zip(made, groups, strict=True) if own in group)
         world.board = FailureBoard(default_store(), world.transport)
-        world.board.watch()
+        world.board.watch(stall=timeout.total_seconds())
         atexit.register(world.end)
         return world
 

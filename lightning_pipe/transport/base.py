@@ -314,12 +314,6 @@ class Transport(ABC):
         """
         yield
 
-    def leave_time_to_watchdog(self) -> None:  # noqa: B027 - not every transport has clocks of its own
-        """Wait without a limit from now on: the failure board's watchdog aborts what takes longer than the timeout.
-
-        Its report names every rank's place, which an operation that ends by a clock of its own cannot.
-        """
-
     @abstractmethod
     def close(self) -> None:
         """Release what the transport holds. Pending operations must be done; idempotent."""
@@ -337,7 +331,8 @@ class Transport(ABC):
         timed_out = timed_out or (self.board is not None and self.board.overdue)
         what = f"{self.describe().capitalize()} could not {operation}"
         if timed_out:
-            message = f"{what} within {self.timeout.total_seconds():g} s."
+            limit = self.timeout.total_seconds() if self.board is None else self.board.limit
+            message = f"{what} within {limit:g} s."
         elif cause is None:  # the board knows it
             message = f"{what}."
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,8 +33,6 @@ _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 # Tags below are lanes, tags from here on objects.
 _FIRST_OBJECT_TAG = 1 << 16
 _ABORT_TAG = _FIRST_OBJECT_TAG - 1
-# Gloo has no way to wait for ever; a thousand days fit into its nanoseconds.
-_UNLIMITED = timedelta(days=1000)
 
 
 class TorchTransport(Transport):
@@ -60,8 +57,6 @@ class TorchTransport(Transport):
                 hint="Choose devices and num_nodes so that they multiply to that number.",
             )
         super().__init__(topology, dist.get_rank(), device, timeout)
-        self.limit: timedelta | None = None
-        self._interface = os.environ.get("GLOO_SOCKET_IFNAME")
         self._backend = backend
         self._host_groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._device_groups: dict[tuple[int, ...], ProcessGroup] = {}
@@ -148,14 +143,6 @@ class TorchTransport(Transport):
             _abort_gloo(dist.group.WORLD)
 
     @override
-    def leave_time_to_watchdog(self) -> None:
-        self.limit = _UNLIMITED
-        for group in self._host_groups.values():
-            _set_timeout(group, _UNLIMITED)
-        for peer in self._local.values():
-            peer.wait_without_limit()
-
-    @override
     def close(self) -> None:
         for peer in self._local.values():
             peer.close()
@@ -174,8 +161,7 @@ class TorchTransport(Transport):
         """A process group of its own, with this transport's timeout. Collective over the world."""
         self.waiting = f"make a group of processes {list(processes)}"
         # Without a timeout torch would take its default of half an hour, not that of the default group.
-        with _environment("GLOO_SOCKET_IFNAME", self._interface):  # that of the first group
-            group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout, backend=backend)
+        group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout, backend=backend)
         self.waiting = None
         return group
 
@@ -200,8 +186,6 @@ class TorchTransport(Transport):
             return
         self._made.add(members)
         host = self.new_group(members)
-        if self.limit is not None and self.process in members:
-            _set_timeout(host, self.limit)
         device = host if self._backend == "gloo" else self.new_group(members, self._backend)
         if self.process in members:
             self._host_groups[members] = host
@@ -273,27 +257,6 @@ def default_store() -> Store:
     # torch has no public way to it (2.13); Lightning and torch's own pipelining use the same function.
     store: Store = dist.distributed_c10d._get_default_store()
     return store
-
-
-@contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable for a while."""
-    before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-
-
-def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Let the collectives of a Gloo group take so long."""
-    # what torch's own `_set_pg_timeout` does, which warns of groups on two backends (2.13)
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def _object_lane(tag: int) -> str:

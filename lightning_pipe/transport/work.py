@@ -59,13 +59,8 @@ class GroupWork:
 
     def _complete(self, work: dist.Work) -> None:
         """Wait, keep an error, and release the tensors."""
-        limit = self._transport.limit
         try:
-            # with a limit NCCL's `wait` would make the host wait for the GPU
-            if limit is None or self._held is None or not self._held.is_cpu:
-                work.wait()
-            else:
-                work.wait(limit)
+            work.wait()
         except RuntimeError as error:
             self._error = self._transport.failed(self._operation, error)
             self._error.__cause__ = error

@@ -77,6 +77,7 @@ class FailureBoard:
         handled: set once the main thread is done with the user's hooks for exceptions.
         asked_to_end: when this process was asked to end, as long as it has not begun to.
         beats: how often the position was set: a process whose count stands still is at the same place.
+        limit: seconds at one place from which on a process hangs.
         failure: the first failure, once it is known here.
     """
 
@@ -90,7 +91,7 @@ class FailureBoard:
         self.handled = threading.Event()
         self.asked_to_end: float | None = None
         self.failure: Failure | None = None
-        self.beats = 0
+        self.beats, self.limit = 0, transport.timeout.total_seconds()
         self.program: Sequence[object] = ()
         self._thread_id = threading.get_ident()
         self._position: object | None = None
@@ -175,9 +176,9 @@ class FailureBoard:
         """Enter that this process does not come on, unless another one has failed.
 
         Args:
-            seconds: how long it has been where it is; ``None``: for the transport's timeout.
+            seconds: how long it has been where it is; ``None``: for as long as it may.
         """
-        return self._publish(self.where(self.transport.timeout.total_seconds() if seconds is None else seconds), "hang")
+        return self._publish(self.where(self.limit if seconds is None else seconds), "hang")
 
     def end_as_asked(self) -> Failure | None:
         """Enter that this process was asked to end while it waits for what does not come."""
@@ -188,13 +189,13 @@ class FailureBoard:
 
         Args:
             interval: seconds between two looks.
-            stall: seconds at one position that are a hang; the transport's timeout by default.
+            stall: seconds at one position that are a hang; the transport's timeout by default. A shorter time lets
+                every rank say where it stands before an operation of one of them ends.
             exit_after: seconds after which a main thread that does not notice another's failure is ended with its
                 process; ``None``: never.
         """
-        stall = self.transport.timeout.total_seconds() if stall is None else stall
-        self._watchdog = Watchdog(self, interval, stall, exit_after)
-        self.transport.leave_time_to_watchdog()
+        self.limit = self.limit if stall is None else stall
+        self._watchdog = Watchdog(self, interval, self.limit, exit_after)
 
     def close(self) -> None:
         """Stop watching; idempotent."""

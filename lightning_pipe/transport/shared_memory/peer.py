@@ -91,7 +91,6 @@ class SharedMemoryPeer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, longest)
         self._socket = connection
         self._timeout = timeout
-        self._limited = True
         self._gone = False
         self._reason: OSError = ConnectionResetError("Connection closed by peer")
         self._own: list[Buffer] = []
@@ -157,12 +156,8 @@ class SharedMemoryPeer:
             came = self._read_packet()  # maybe another message
             if self._gone:
                 raise self._reason
-            if self._limited and not (came and time.monotonic() < deadline):
+            if not (came and time.monotonic() < deadline):
                 raise TimeoutError("timed out")
-
-    def wait_without_limit(self) -> None:
-        """Let `wait` wait for ever from now on: the failure board's watchdog calls `shutdown` in time."""
-        self._limited = False
 
     def shutdown(self) -> None:
         """End the connection for both processes; may be called from any thread."""

@@ -42,7 +42,7 @@ def guarded(transport: Transport, fault: str, at: int, watch: bool = True) -> No
     """What a strategy does around a batch."""
     board = FailureBoard(default_store(), transport)
     if watch:
-        board.watch(interval=0.3, exit_after=2.0)
+        board.watch(interval=0.3, stall=transport.timeout.total_seconds() - 2, exit_after=2.0)
     try:
         for batch in range(1000):
             board.position = f"batch {batch}"
@@ -91,7 +91,7 @@ def train(transport: Transport, fault: str, at: int) -> None:
     module = nn.Sequential(*(Faulty(fault if rank == at else "") for rank in range(ranks)))
     pipeline = Pipeline(module, find_layers(module), [1] * ranks, schedules.get("1f1b"), transport)
     board = FailureBoard(default_store(), transport)
-    board.watch(interval=0.3, exit_after=2.0)
+    board.watch(interval=0.3, stall=transport.timeout.total_seconds() - 2, exit_after=2.0)
     try:
         for _ in range(4):
             pipeline.train(lambda _, part: module(part).sum(), [torch.ones(1, 2)] * 4, [0.25] * 4)
@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_takes_the_others_down(at: int) -> None:
 
 
 def test_a_hang_ends_at_the_timeout_and_every_rank_says_where_it_stands() -> None:
-    ended = run("hang", 1, ranks=3, group_timeout=3.0)
+    ended = run("hang", 1, ranks=3, group_timeout=5.0)
     assert max(outcome.seconds for outcome in ended) < 13
     topology = Topology.for_schedule(3)
     stood = r"has not come on since \d\d:\d\d:\d\d, \d+ s ago: "
@@ -178,7 +178,7 @@ def test_a_layer_that_raises_takes_the_engine_down_everywhere() -> None:
 
 def test_a_layer_that_hangs_is_found_in_the_schedule() -> None:
     topology = Topology.for_schedule(3)
-    ended = processes.pipeline_outcomes(train, topology, timeout=40, group_timeout=2.0, fault="hang", at=1)
+    ended = processes.pipeline_outcomes(train, topology, timeout=40, group_timeout=4.0, fault="hang", at=1)
     assert max(outcome.seconds for outcome in ended) < 15
     printed = [ended[topology.process(0, rank)].output for rank in (0, 1, 2)]
     assert re.search(r"forward, stage 1, micro-batch 0 \(action \d+ of \d+\); computes in .*misbehave", printed[1])
