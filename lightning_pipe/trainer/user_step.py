@@ -23,7 +23,7 @@ from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.attribute_sync import AttributeSync
 from lightning_pipe.trainer.own_sources import SourcesOfRun, taken_again
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
-from lightning_pipe.trainer.step_report import StepReport, known_outputs, losses_of, within_limit
+from lightning_pipe.trainer.step_report import StepReport, known_outputs, losses_of
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, combine, merge
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
@@ -182,13 +182,9 @@ class UserStep:
             ranks: those that complete the steps.
             send_outputs: whether ranks without the last stage get what the step returned.
         """
-        # one process shares with nobody: there the size does not matter
-        sent = report
-        if report is not None and len(self.pipeline.pipeline_members) > 1:
-            sent = within_limit(report, self._warn) if send_outputs else replace(report, outputs=None)
+        sent = report if report is None or send_outputs else replace(report, outputs=None)
         reports = [self.channel.share(sent, self.pipeline.transport.peers[rank], REPORTS) for rank in ranks]
         self.channel.end_batch()
-        # hooks on this rank get the outputs whole, even those that are too large to be sent
         return reports if report is None else [report if each is sent else each for each in reports]
 
     def take_turns(self, name: str) -> None:
