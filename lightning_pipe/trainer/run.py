@@ -33,7 +33,6 @@ from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
-from lightning_pipe.trainer.data.training_output import TrainingOutput
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.gradients import Gradients
@@ -111,7 +110,6 @@ class PipelineRun:
         self._seeds = Seeds(seed, world.transport.replica)
         self._step: UserStep | None = None
         self._evaluations: Evaluations | None = None
-        self._output: TrainingOutput | None = None
         self._changed = ExitStack()
 
     @property
@@ -149,12 +147,11 @@ class PipelineRun:
         steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
-        self._output = TrainingOutput(self._module, self.pipeline.transport.device)
         signals = trainer.strategy.processes.signals
         stopping = Stopping(trainer, self._world, self.pipeline, signals, self.loaders.channel)
         if fitting and self.pipeline.asynchronous is not None:
             self._costs.warn_if_wanted()
-            own = self._step, self._output, self.gradients, stopping
+            own = self._step, self.gradients, stopping
             self.streaming = Streaming(self._module, self.pipeline, self._world, *own)
             self.streaming.begin()
             self._changed.callback(self.streaming.end)
@@ -179,7 +176,7 @@ class PipelineRun:
 
     def end(self) -> None:
         """Leave everything as it was found; the module stays divided."""
-        self._step = self._output = None
+        self._step = None
         self._changed.close()
         self._evaluations = None
         self.streaming = None
@@ -236,7 +233,6 @@ class PipelineRun:
             args: the step's arguments; the first one is the batch, on this device.
             optimizers: those whose gradients are collected.
         """
-        assert self._output is not None
         batch, *rest = args
         step, weights, seed = self._split(batch, rest)
         again = step.micro_batches.compared or (step.check is not None and self._splitter.may_leave_whole)
@@ -254,7 +250,7 @@ class PipelineRun:
             rewind.undo(why)
             return self.train(args, optimizers)
         self.gradients.after_batch(optimizers)
-        return self._output.of(outputs, step.micro_batches, withheld)
+        return step.output(outputs, withheld)
 
     def _split(self, batch: Any, rest: Sequence[Any]) -> tuple[StepOfBatch, list[float], int]:
         """The step of a batch that is cut into micro-batches, the factors of their losses, and a seed."""

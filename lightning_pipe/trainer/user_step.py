@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.batches.loss_checks import LossChecks
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches
-from lightning_pipe.batches.outputs import losses_on_host
+from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.withheld_gradients import WithheldGradients
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.digest import GivenOtherValuesError
@@ -31,6 +33,7 @@ from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingB
 from lightning_pipe.warn_once import WarnOnce
 
 Context = Callable[[], AbstractContextManager[None]]
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
 
 
 class UserStep:
@@ -196,6 +199,20 @@ class UserStep:
             "computes at a time.",
         )
 
+    def warn_of_list(self, place: str) -> None:
+        """Warn about an output that hooks get as a list, if there are hooks that may look at it."""
+        trainer: Any = self.module.trainer
+        users = [one for one in trainer.callbacks if not type(one).__module__.startswith(_LIGHTNING)]
+        if is_overridden("on_train_batch_end", self.module) or any(
+            is_overridden("on_train_batch_end", one, pl.Callback) for one in users
+        ):
+            self._warn(
+                f"list {place}",
+                f"training_step returns outputs{place}, of which it is not known how the values of micro-batches make "
+                "that of the batch: on_train_batch_end gets a list with one entry for each micro-batch. Known are "
+                "tensors and lists with one entry for each sample, means over samples, and what is the same for all.",
+            )
+
     def warn_of_windows(self, micro_batches: int) -> None:
         """Warn about metrics over the last updates, of which a batch now makes several."""
         if micro_batches > 1 and self.metrics.windows:
@@ -311,6 +328,17 @@ class StepOfBatch:
         self.replay(reports)
         trainer.should_stop = trainer.should_stop or any(each.stop for each in reports)
         return known_outputs(reports)
+
+    def output(self, outputs: dict[int, Any], withheld: WithheldGradients) -> Any:
+        """What ``training_step`` returns to Lightning for the batch, with a loss whose backward pass is its gradients.
+
+        Args:
+            outputs: what the step returned for each micro-batch.
+            withheld: the gradients that are due now.
+        """
+        common = self._user_step
+        device = common.pipeline.transport.device
+        return of_batch(outputs, self.micro_batches, withheld, device, common.warn_of_list)
 
     def report(self, outputs: dict[int, Any], changes: list[Change], *, stop: bool) -> StepReport:
         """What this rank, which has the last stage, reports to the others.

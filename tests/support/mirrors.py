@@ -121,7 +121,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     "trainer/data": {
         "batch_splitter": "batches/test_split_batch",
         "loaders": "trainer/data/test_replica_data",
-        "training_output": "batches/test_joining",
     },
     "trainer/evaluation": dict.fromkeys(("conditions", "evaluations", "steps"), "trainer/evaluation/test_stream"),
     "trainer/whole_model": {

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
@@ -27,7 +28,6 @@ from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.draining import around, draining_first
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
 from lightning_pipe.trainer.asynchronous.training_loop import TrainingLoop
-from lightning_pipe.trainer.data.training_output import TrainingOutput
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.signals import Signals
 from lightning_pipe.trainer.step_report import StepReport, known_outputs
@@ -53,7 +53,6 @@ class Streaming:
         pipeline: the module over the ranks.
         world: the processes.
         step: begins the steps of batches.
-        output: makes what ``training_step`` returns.
         gradients: learns after each call who holds which parameter.
         stopping: withholds requests to stop from Lightning's loop until all ranks stop after the same batch.
     """
@@ -64,12 +63,11 @@ class Streaming:
         pipeline: Pipeline,
         world: World,
         step: UserStep,
-        output: TrainingOutput,
         gradients: Gradients,
         stopping: Stopping,
     ) -> None:
         self._module, self._pipeline, self._world, self._step = module, pipeline, world, step
-        self._output, self._gradients, self._stop = output, gradients, stopping
+        self._gradients, self._stop = gradients, stopping
         self._loop = TrainingLoop(module)
         self._hyperparameters = Hyperparameters()
         self._in_flight: dict[int, StepOfBatch] = {}
@@ -184,8 +182,10 @@ class Streaming:
             step = self._in_flight.pop(batch)
             step.replay(of_batch, own_batch=False)
             if batch == finished[-1]:
-                output = self._output.of(known_outputs(of_batch), step.micro_batches, withheld)
-        return self._output.unknown(withheld) if output is None else output
+                output = step.output(known_outputs(of_batch), withheld)
+        if output is not None:
+            return output
+        return withheld.loss(float("nan"), torch.get_default_dtype(), self._pipeline.transport.device)
 
     def _exchange(self, changes: list[Change]) -> list[list[StepReport]]:
         """The reports about each batch that the call has finished; about none a call exchanges changes all the same."""
