@@ -22,7 +22,7 @@ BUDGET = {
     "engine": 4830,
     "schedules": 3430,
     "planning": 2940,
-    "transport": 2840,
+    "transport": 2720,
     "parameters": 2080,
     "construction": 1550,
     "simulate": 1380,

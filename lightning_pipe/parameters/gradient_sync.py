@@ -96,7 +96,6 @@ class GradientSync:
             members: the processes that hold them, sorted. Their group must have been made.
             owner: the member that gets the sum of a parameter, the same on all members; ``None``: all of them get it.
         """
-        self._transport.check_members(members)
         if key in self._entries and self._entries[key].wanted:
             raise ConfigurationError(f"The reduction of {key!r} is under way.", hint="Call finish first.")
         own = list(parameters)

@@ -243,7 +243,6 @@ class Transport(ABC):
 
     def broadcast_object(self, obj: Any, source: int, members: tuple[int, ...]) -> Any:
         """The source's own object there, a copy on every other member, which passes anything."""
-        self.check_members(members)
         if self.process != source:
             return self._receive_object(source, COLLECTIVE_TAG)
         others = [member for member in members if member != source]
@@ -252,7 +251,6 @@ class Transport(ABC):
 
     def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
         """Every member's object, in the order of the members; the first of them collects."""
-        self.check_members(members)
         first, *others = members
         if self.process != first:
             self._send_object(obj, [first], COLLECTIVE_TAG, kept=True).wait()
@@ -322,10 +320,6 @@ class Transport(ABC):
         """How messages name a process (``None``: this one)."""
         return self.topology.describe(self.process if process is None else process)
 
-    def describe_channel(self, channel: Channel) -> str:
-        """How messages name a channel of this process's pipeline."""
-        return f"{channel.lane} from {self.names[channel.rank]} to {self.names[channel.peer]}"
-
     def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed, with the first failure or the report of a hang, if known."""
         timed_out = timed_out or (self.board is not None and self.board.overdue)
@@ -342,23 +336,6 @@ class Transport(ABC):
         if self.board is not None:
             return self.board.explain(message, timed_out=timed_out)
         return CommunicationError(message, hint="Look for the first error of another rank, or raise the timeout.")
-
-    def check_members(self, members: tuple[int, ...]) -> None:
-        """Raise if the members are not sorted processes of this world with this one among them."""
-        world = self.topology.world_size
-        if list(members) != sorted(set(members)) or not all(0 <= member < world for member in members):
-            raise CommunicationError(f"A group needs sorted, different processes below {world}, not {members}.")
-        if self.process not in members:
-            raise CommunicationError(f"{self.describe().capitalize()} takes part in no collective of {members}.")
-
-
-def check_message(data: Tensor) -> None:
-    """Raise if a tensor does not have the form that lanes carry."""
-    if data.dtype is not torch.uint8 or data.dim() != 1 or not data.is_contiguous():
-        raise CommunicationError(
-            f"Lanes carry flat, contiguous uint8 tensors, not {data.dtype} of shape {tuple(data.shape)}.",
-            hint="Use tensor.contiguous().view(-1).view(torch.uint8).",
-        )
 
 
 class Message(NamedTuple):

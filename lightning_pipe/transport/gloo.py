@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipe.transport.base import IncomingParts, Lane, Message, Words, Work, check_message
+from lightning_pipe.transport.base import IncomingParts, Lane, Message, Words, Work
 from lightning_pipe.transport.message_layout import MessageLayout
 from lightning_pipe.transport.shared_memory.rendezvous import connect_local
 from lightning_pipe.transport.topology import Topology
@@ -41,7 +41,6 @@ class GlooTransport(TorchTransport):
 
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        check_message(data)
         if not data.is_cpu:
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
             host.copy_(data, non_blocking=True)
@@ -52,7 +51,6 @@ class GlooTransport(TorchTransport):
 
     @override
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        check_message(data)
         if data.is_cpu:
             return self._start_receive(data, self.peers[peer], lane, _lane_tag(lane))
         # pinned, so that the copy to the device need not wait for the host

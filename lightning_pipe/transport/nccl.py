@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.base import Channel, Lane, Message, Work, check_message
+from lightning_pipe.transport.base import Channel, Lane, Message, Work
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.torch_distributed import TorchTransport
 from lightning_pipe.transport.work import GroupWork
@@ -69,18 +68,16 @@ class NcclTransport(TorchTransport):
 
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        check_message(data)
         operation = Message("send", data.numel(), self.names[peer], lane)
-        group = self._group_of(Channel(self.rank, peer, lane))
+        group = self._channels[Channel(self.rank, peer, lane)]
         with self.failing(operation):
             work = group.send([data], 1 - group.rank(), 0)
         return GroupWork(self, operation, work, data)
 
     @override
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        check_message(data)
         operation = Message("receive", data.numel(), self.names[peer], lane)
-        group = self._group_of(Channel(peer, self.rank, lane))
+        group = self._channels[Channel(peer, self.rank, lane)]
         with self.failing(operation):
             work = group.recv([data], 1 - group.rank(), 0)
         return GroupWork(self, operation, work, data)
@@ -105,7 +102,7 @@ class NcclTransport(TorchTransport):
     def _open(self, group: ProcessGroup, channel: Channel) -> None:
         """Make the communicator now, by one byte."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        operation = f"open {self.describe_channel(channel)}"
+        operation = f"open {channel.lane} from {self.names[channel.rank]} to {self.names[channel.peer]}"
         start = group.send if self.rank == channel.rank else group.recv
         with self.failing(operation):
             self._wait_on_host(GroupWork(self, operation, start([byte], 1 - group.rank(), 0), byte))
@@ -115,12 +112,3 @@ class NcclTransport(TorchTransport):
         work.wait()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _group_of(self, channel: Channel) -> ProcessGroup:
-        group = self._channels.get(channel)
-        if group is None:
-            raise CommunicationError(
-                f"{self.describe().capitalize()} has not opened {self.describe_channel(channel)}.",
-                hint="Call connect with the schedule's channels on all processes first.",
-            )
-        return group

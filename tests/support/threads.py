@@ -26,7 +26,6 @@ from lightning_pipe.transport.base import (
     Several,
     Transport,
     Work,
-    check_message,
 )
 from lightning_pipe.transport.topology import Topology
 from tests.support.thread_world import MessageEnd, PendingCollective, SharedWorld, copy_bytes
@@ -66,12 +65,10 @@ class ThreadTransport(Transport):
 
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        check_message(data)
         return self._post("send", data, (self.process, self.peers[peer], lane), self.peers[peer], lane)
 
     @override
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        check_message(data)
         return self._post("receive", data, (self.peers[peer], self.process, lane), self.peers[peer], lane)
 
     @override
@@ -85,7 +82,6 @@ class ThreadTransport(Transport):
             for target in contributions.values():
                 copy_bytes(target, total)
 
-        self.check_members(members)
         return DONE if len(members) == 1 else self._join("all-reduce", tensor, members, combine)
 
     @override
@@ -93,7 +89,6 @@ class ThreadTransport(Transport):
         def combine(contributions: dict[int, Tensor], member: int) -> None:
             copy_bytes(contributions[member], _reduced(contributions, members, "sum"))
 
-        self.check_members(members)
         if len(members) == 1:
             return DONE
         each = zip(parts, members, strict=True)
@@ -107,13 +102,11 @@ class ThreadTransport(Transport):
                 if member != source:
                     copy_bytes(target, contributions[source])
 
-        self.check_members(members)
         return DONE if len(members) == 1 else self._join("broadcast", tensor, members, combine, source)
 
     @override
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
         members = tuple(range(self.topology.world_size)) if members is None else members
-        self.check_members(members)
         if len(members) > 1:
             self._join("barrier", None, members, lambda contributions: None).wait()
 
@@ -150,6 +143,8 @@ class ThreadTransport(Transport):
         return self._post("receive", data, (process, self.process, tag), process, f"the object lane with tag {tag}")
 
     def _post(self, verb: Any, data: Tensor, key: Hashable, process: int, lane: Lane | str) -> _ThreadWork:
+        assert data.dtype is torch.uint8, data.dtype
+        assert data.dim() == 1 and data.is_contiguous(), data.shape  # noqa: PT018
         end = MessageEnd(data)
         operation = Message(verb, data.numel(), self.describe(process), lane)
         self.world.post(key, end, sending=verb == "send")
@@ -164,6 +159,8 @@ class ThreadTransport(Transport):
         root: int | None = None,
     ) -> _ThreadWork:
         """Join a collective of several members with a tensor; ``root`` has or gets the values, if one of them does."""
+        assert list(members) == sorted({*members}), members
+        assert self.process in members, members
         if members not in self._groups:
             raise CommunicationError(f"The group {members} was never made.", hint="Call make_groups on all processes.")
         if data is not None and not data.is_contiguous():

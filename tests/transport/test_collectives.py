@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from lightning_pipe.errors import CommunicationError
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
-from tests.support import processes
-from tests.support.transports import Run, run_in_threads
+from tests.support.transports import Run
 
 
 def collectives(transport: Transport) -> dict[str, Any]:
@@ -94,20 +91,3 @@ def overlapping(transport: Transport) -> list[float]:
 
 def test_collectives_under_way_together(run: Run) -> None:
     assert run(overlapping, Topology(2)) == [[2.0 * i + 1 for i in range(10)]] * 2
-
-
-def ungrouped(transport: Transport, members: tuple[int, ...]) -> str:
-    try:
-        transport.all_reduce(torch.zeros(1), members)
-    except CommunicationError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("members", "message"), [((0, 1), "make_groups"), ((1, 0), "sorted"), ((0, 7), "sorted"), ((2, 3), "no collective")]
-)
-def test_wrong_groups_are_named(members: tuple[int, ...], message: str) -> None:
-    assert message in run_in_threads(ungrouped, Topology(4), members=members)[0]
-    if members == (0, 1):
-        assert message in processes.run_pipeline(ungrouped, Topology(4), members=members)[0]

@@ -41,8 +41,6 @@ def test_there_is_nobody_to_send_to() -> None:
     for call in calls:
         with pytest.raises(CommunicationError, match="no receiver"):
             call()
-    with pytest.raises(CommunicationError, match="sorted"):
-        transport.all_reduce(torch.ones(1), (0, 1))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipev"])

@@ -115,19 +115,6 @@ def test_objects_meet_by_tag_and_both_may_send_first(run: Run, size: int) -> Non
         assert received == [*expected, "second with tag 0"]
 
 
-def wrong_form(transport: Transport) -> list[str]:
-    errors = []
-    for data in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(6, dtype=torch.uint8)[::2]):
-        with pytest.raises(CommunicationError, match="flat, contiguous uint8") as caught:
-            transport.send(data, 1 - transport.rank, FORWARD)
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_messages_of_the_wrong_form_raise(run: Run) -> None:
-    assert "torch.float32 of shape (3,)" in run(wrong_form, Topology(2))[0][0]
-
-
 def modes(transport: Transport) -> float:
     with torch.inference_mode():
         data = torch.zeros(4, dtype=torch.uint8)
@@ -228,17 +215,3 @@ def engine(transport: Transport, schedule: str) -> list[float]:
 def test_the_engine_opens_all_channels_that_it_uses(schedule: str) -> None:
     expected = run_in_threads(engine, Topology(2), schedule=schedule)
     assert processes.run_pipeline(engine, Topology(2), local="closed channels", schedule=schedule) == expected
-
-
-def unconnected(transport: Transport) -> None:
-    with pytest.raises(CommunicationError, match="has not opened the forward lane of pipe 7 from rank 0 to rank 1"):
-        transport.send(message(1), 1, Lane("forward", 7))
-
-
-def test_channels_must_be_opened_first() -> None:
-    processes.run_pipeline(first_rank_only, Topology(2), local="channels")
-
-
-def first_rank_only(transport: Transport) -> None:
-    if transport.rank == 0:
-        unconnected(transport)
