@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -19,8 +19,6 @@ from lightning_pipe.trainer.signals import ENDINGS, Signals
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.failures import joined_threads
 from lightning_pipe.transport.failures.board import FailureBoard, Kind
-
-T = TypeVar("T")
 
 
 class Processes:
@@ -123,11 +121,11 @@ class Processes:
 
     def finish(self) -> None:
         """End a run on all processes: an error of one of them after the last batch is one of all."""
-        self.meet("the end of the run")
-        if self.world is not None and not self.interrupted:
+        if self.meet("the end of the run"):
             if self.signals is not None:
                 self.signals.end_if_asked()
-            self.world.barrier()  # process 0 serves the store over which they meet: nobody leaves before all are there
+            # process 0 serves the store over which they meet: nobody leaves before all are there
+            self.connected.barrier()
 
     def _child_has_ended(self) -> bool:
         launcher = self._trainer.strategy.launcher
@@ -135,17 +133,23 @@ class Processes:
 
     # ------------------------------------------------------------------ what all of them do together
 
-    def meet(self, call: str) -> None:
+    def meet(self, call: str) -> bool:
         """Wait until all processes are about to do the same; not in a step, in which not all take part.
 
         Args:
             call: what is called, as users write it.
 
+        Returns:
+            Whether other processes may be asked: not before they are connected, nor after an error.
+
         Raises:
             CommunicationError: a process does something else, has failed, or does not come.
         """
-        if self._meetings is not None and not self.connected.local and not self.interrupted:
+        if self.world is None or self.interrupted:
+            return False
+        if self._meetings is not None and not self.world.local:
             self._meetings.come(call)
+        return True
 
     def meet_outside_step(self, call: str) -> None:
         """The same for what cannot be done in a step, nor after an error.
@@ -162,23 +166,3 @@ class Processes:
             )
         check_outside_step(self.connected, call)
         self.meet(call)
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        self.meet("trainer.strategy.barrier()")
-        if self.world is not None and not self.interrupted:
-            self.world.barrier()
-
-    def broadcast(self, obj: T, source: int) -> T:
-        """The object of one process, on all."""
-        if self.world is None or self.interrupted:
-            return obj
-        self.meet("trainer.strategy.broadcast()")
-        return self.world.broadcast(obj, source)
-
-    def agree(self, decision: bool, *, unanimous: bool) -> bool:
-        """Whether all processes, or any of them, say yes."""
-        if self.world is None or self.interrupted:
-            return decision
-        self.meet("trainer.strategy.reduce_boolean_decision()")
-        return self.world.agree(decision, unanimous=unanimous)

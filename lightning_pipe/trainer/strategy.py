@@ -169,8 +169,7 @@ class PipeStrategy(ParallelStrategy):
         checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
         if self._auto:
             checks.check_automatic(passes, stages)
-        self.processes = Processes()
-        self.num_nodes = 1
+        self.processes, self.num_nodes = Processes(), 1
         family = schedules.get("1f1b" if self._auto else schedule)
         self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
         self._asked = pipeline_parallel_size, data_parallel_size, stages, tensor_parallel_size
@@ -286,15 +285,14 @@ class PipeStrategy(ParallelStrategy):
         assert module is not None
         assert environment is not None
         trainer, processes = module.trainer, self.processes
-        if processes.world is None:
-            self.set_world_ranks()
-            check_world_size(self.processes_here, self.num_nodes, environment)
+        self.set_world_ranks()
+        check_world_size(self.processes_here, self.num_nodes, environment)
         place = self.root_device, environment, self._backend, self._timeout, self.num_nodes, self._rank_order
         seed = processes.connect(trainer, lambda: World.open(self.layout, self.family, *place))
         if processes.signals is not None and self.world_size > 1:
             self._changed.enter_context(processes.signals.installed())
         if self._choice is not None:
-            schedule_choice.same_everywhere(self._choice, processes.broadcast(self._choice.label, 0))
+            schedule_choice.same_everywhere(self._choice, self.broadcast(self._choice.label))
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         notes = counts_of(self.pipeline_parallel_size, self.processes_here, self.num_processes)
@@ -370,11 +368,13 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self.processes.barrier()
+        if self.processes.meet("trainer.strategy.barrier()"):
+            self.processes.connected.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self.processes.broadcast(obj, src)
+        told = self.processes.meet("trainer.strategy.broadcast()")
+        return self.processes.connected.broadcast(obj, src) if told else obj
 
     @override
     def reduce(
@@ -390,7 +390,8 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self.processes.agree(decision, unanimous=all)
+        told = self.processes.meet("trainer.strategy.reduce_boolean_decision()")
+        return self.processes.connected.agree(decision, unanimous=all) if told else decision
 
     # ------------------------------------------------------------------ batches
 
@@ -538,8 +539,7 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        run = None if self._divided is None else self._divided.run
-        sharded = None if run is None else run.gradients.sharded
+        sharded = self.run.gradients.sharded if self._divided is not None else None
         if sharded is None or self.processes.interrupted:
             return super().optimizer_state(optimizer)
         return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))
@@ -592,4 +592,4 @@ class PipeStrategy(ParallelStrategy):
         module.cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
         small = whole and (size_of(module) <= self._gather_limit or self.pipeline_parallel_size == 1)
         # what layers change in their buffers, other ranks do not see: one of them decides
-        finish_run(module, pipeline, gather=self.processes.broadcast(small, 0))
+        finish_run(module, pipeline, gather=self.broadcast(small))
