@@ -37,7 +37,12 @@ class Children:
 
     Args:
         processes: by local rank, from 1 on.
+
+    Attributes:
+        failed: whether the last run of this process has ended with an error.
     """
+
+    failed = False
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self._processes, self._owner = processes, os.getpid()
@@ -50,7 +55,7 @@ class Children:
         if os.getpid() != self._owner:  # this is a copy of the process, which has no children
             return
         self._stopped.set()
-        failed = joined_threads.has_failed() or hasattr(sys, "last_value")  # the error that has ended this process
+        failed = self.failed or hasattr(sys, "last_value")  # the error that has ended this process
         self.end(_AFTER_FAILURE if failed else _AFTER_SUCCESS)
         if not failed and (lost := self._lost()):
             joined_threads.tell(lost)

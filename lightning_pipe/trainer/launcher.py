@@ -18,7 +18,6 @@ from lightning_pipe.trainer.children import CHILD, Children
 from lightning_pipe.trainer.connect import RUN
 from lightning_pipe.trainer.schedule_choice import checkpoint_of
 from lightning_pipe.trainer.signals import ending_by_termination, leaving_with_others
-from lightning_pipe.transport.failures import joined_threads
 
 
 class ScriptLauncher(SubprocessLauncher):
@@ -35,13 +34,13 @@ class ScriptLauncher(SubprocessLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any | None = None, **kwargs: Any) -> Any:
-        joined_threads.forget_failures()
         # as Lightning 2.6, whose own observer kills this process within five seconds of a child's failure: before it
         # can say why, while it writes a checkpoint, and with another exit code than that of its own error
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
         set_threads(num_processes=self.num_processes)
+        Children.failed = True  # until it has come to its end
         with ExitStack() as during:
             if trainer is not None:
                 during.enter_context(ending_by_termination(trainer))
@@ -50,7 +49,8 @@ class ScriptLauncher(SubprocessLauncher):
             result = function(*args, **kwargs)
             if trainer is not None:
                 trainer.strategy.processes.finish()
-            return result
+        Children.failed = False
+        return result
 
     @override
     def _call_children_scripts(self) -> None:

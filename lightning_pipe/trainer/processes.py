@@ -103,7 +103,6 @@ class Processes:
             if getattr(rank_zero_only, "rank", 0) == 0:
                 reason = "it was asked to by SIGTERM." if board is None or board.failure is None else board.failure
                 joined_threads.tell(f"{self._place} The run ends: {reason}")
-        joined_threads.note_failure(exception)
         if board is not None:
             kind: Kind = next((kind for kind, told in ENDINGS.items() if isinstance(exception, told)), "error")
             board.fail(exception, kind)

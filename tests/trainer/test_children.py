@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(children, "_GLANCE", 0.05)
     monkeypatch.setattr(children, "_NOTICING", 0.2)
     monkeypatch.setattr(children, "_AFTER_SUCCESS", 5.0)
-    joined_threads.forget_failures()
+    monkeypatch.setattr(Children, "failed", False)
     yield
     joined_threads._forced.clear()
 

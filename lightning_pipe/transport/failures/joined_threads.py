@@ -20,7 +20,6 @@ PATIENCE = 2.0
 """Seconds that threads get to end."""
 
 _running: dict[threading.Thread, Callable[[], object]] = {}
-_failures: list[int] = []
 _forced: list[int] = []
 
 
@@ -43,22 +42,6 @@ def start(name: str, body: Callable[[], None], stop: Callable[[], object]) -> th
     _running[thread] = stop
     thread.start()
     return thread
-
-
-def note_failure(error: BaseException) -> None:
-    """Remember the code with which this process ends if a thread does not: that of the error."""
-    code = error.code if isinstance(error, SystemExit) else 1
-    _failures.append(code if isinstance(code, int) else int(code is not None))
-
-
-def has_failed() -> bool:
-    """Whether an error has been noted in this process since the last run began."""
-    return bool(_failures)
-
-
-def forget_failures() -> None:
-    """A run begins: if one has failed before, its error was caught."""
-    _failures.clear()
 
 
 def fail_at_end(code: int) -> None:
@@ -102,7 +85,7 @@ def end_all() -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if _forced or any(thread.is_alive() for thread in threads):
-        leave(next(iter(_forced or _failures), 1))
+        leave(next(iter(_forced), 1))
 
 
 # a copy of the process has none of the threads, and what stops them would close the connections of the process
