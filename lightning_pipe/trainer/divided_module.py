@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipe.construction import initialise_meta
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.refusals import check_shapes
-from lightning_pipe.errors import PartitionError
+from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+from lightning_pipe.parameters.sync_batchnorm import synchronize, synchronized_norms
 from lightning_pipe.partition import known_layers
 from lightning_pipe.partition.calls import CallStore
 from lightning_pipe.patches import unheard
 from lightning_pipe.profiling.measure import run_conditions
+from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.at_rest import check_may_gather, forget, refuse_export, resume_divided
 from lightning_pipe.trainer.checks import check_copies
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
@@ -26,7 +30,6 @@ from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
 from lightning_pipe.trainer.schedule_choice import ScheduleChoice
 from lightning_pipe.trainer.stage_division import StageDivision, StageOptions, names_of
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
-from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
 from lightning_pipe.trainer.world import World
 
 
@@ -151,3 +154,34 @@ class DividedModule:
         late = None if known else partial(own.by_first_batch, pipeline)
         self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))
         self._known = names_of(module, options.layers)
+
+
+def synchronize_norms(
+    module: pl.LightningModule, family: Family, device: torch.device, world: World, *, every: bool
+) -> Callable[[], None]:
+    """Synchronize batch norms; returns a function that undoes it.
+
+    Args:
+        module: the LightningModule.
+        family: the schedule family.
+        device: where this process computes.
+        world: the processes.
+        every: whether all batch norms are meant, or those that the user has made synchronized ones.
+
+    Raises:
+        ConfigurationError: they would wait for each other where they cannot; names the schedule or the device.
+    """
+    together = world.replicas is not None and any(True for _ in synchronized_norms(module, every=every))
+    what = ""
+    if family.pipes > 1 and (every or together):
+        what, why = f"schedule {family.label}", "the copies of a stage run at different times"
+    elif together and device.type != "cuda":
+        what, why = f"device {device}", "torch's SyncBatchNorm needs GPUs"
+    if what:
+        raise ConfigurationError(
+            f"Synchronized batch norm (sync_batchnorm=True) and {what} do not go together: {why}.",
+            hint="Use plain batch norm: with deferred_batch_norm=True all copies and replicas share statistics.",
+        )
+    if world.layout.world_size == 1:
+        return lambda: None
+    return synchronize(module, world.replicas, every=every)

@@ -113,7 +113,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "strategy": "trainer/test_equality",
         "user_step": "trainer/test_equality",
     },
-    "trainer/asynchronous": dict.fromkeys(("draining", "training_loop"), "trainer/asynchronous/test_streaming"),
+    "trainer/asynchronous": {"training_loop": "trainer/asynchronous/test_streaming"},
     "trainer/checkpoints": {
         "entries": "trainer/checkpoints/test_divided",
         "file": "trainer/checkpoints/test_atomic_write",
@@ -127,7 +127,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "absent_gradients": "trainer/whole_model/test_walks",
         "metrics": "trainer/whole_model/test_logging",
         "precision": "trainer/whole_model/test_gradient_norms",
-        "synchronized_norms": "trainer/test_checks",
     },
     "transport": {
         "arrangement": "trainer/test_world",

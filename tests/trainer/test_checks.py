@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError, ScheduleError
 from lightning_pipe.trainer.checks import check_optimizers
-from lightning_pipe.trainer.whole_model.synchronized_norms import synchronize_norms
+from lightning_pipe.trainer.divided_module import synchronize_norms
 from tests.support import processes
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import Outcome, outcomes

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
@@ -25,7 +27,6 @@ from lightning_pipe.engine.withheld_gradients import WithheldGradients, withheld
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.asynchronous.draining import around, draining_first
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
 from lightning_pipe.trainer.asynchronous.training_loop import TrainingLoop
 from lightning_pipe.trainer.gradients import Gradients
@@ -92,11 +93,16 @@ class Streaming:
         channel = self._step.channel
         self._changed.callback(setattr, channel, "ahead", channel.ahead)
         channel.ahead = 2 * (self._asynchronous.stream.lag + 2)  # a call may report two batches
-        epoch_loop = self._trainer.fit_loop.epoch_loop
-        self._changed.enter_context(around(epoch_loop, "on_advance_end", self._end_batch))
-        optimization = epoch_loop.automatic_optimization
-        self._changed.enter_context(around(optimization, "_optimizer_step", self._step_of_batch))
-        self._changed.enter_context(draining_first(self._trainer, self._drain_first))
+        trainer, fit_loop = self._trainer, self._trainer.fit_loop
+        epoch_loop = fit_loop.epoch_loop
+        self._around(epoch_loop, "on_advance_end", self._end_batch)
+        self._around(epoch_loop.automatic_optimization, "_optimizer_step", self._step_of_batch)
+        # before an evaluation, the end of an epoch and a checkpoint, what is in flight is finished
+        self._around(epoch_loop.val_loop, "run", self._drain_first)
+        self._around(fit_loop, "on_advance_end", self._drain_first)
+        self._around(trainer._checkpoint_connector, "dump_checkpoint", self._drain_first)
+        for callback in (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)):
+            self._around(callback, "_monitor_candidates", partial(self._name_file, callback))
         if self._world.layout.world_size > 1:
             self._changed.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", self._share_signals))
 
@@ -105,6 +111,16 @@ class Streaming:
         self._changed.close()
         if self._asynchronous.in_flight:
             self._asynchronous.drop()
+
+    def _around(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Let ``wrapper(method, ...)`` be called in the place of a method."""
+        self._changed.enter_context(replaced(owner, name, partial(wrapper, getattr(owner, name))))
+
+    def _name_file(self, callback: ModelCheckpoint, method: Callable[..., Any], trainer: Any) -> Any:
+        """A file is named after the state that is in it: drain before, not when it is written."""
+        if callback._should_skip_saving_checkpoint(trainer):
+            return method(trainer)
+        return self._drain_first(method, trainer)
 
     def _drain_first(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # after an error nobody may answer any more
