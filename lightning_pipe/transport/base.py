@@ -198,7 +198,7 @@ class Transport(ABC):
         text, large = encode(obj, by_reference=kept or all(map(self._copies, processes)))
         works: list[Work] = []
         for process in processes:
-            works += self._send_text(text, process, tag)
+            works += [self._send_bytes(part, process, tag) for part in (text[:FIRST], text[FIRST:]) if part.numel()]
             works += [self._send_bytes(memory, process, tag) for memory in large]
         return Several(*works)
 
@@ -259,13 +259,8 @@ class Transport(ABC):
         self._send_object(gathered, others, COLLECTIVE_TAG, kept=True).wait()
         return gathered
 
-    def _send_text(self, text: Tensor, process: int, tag: int) -> Sequence[Work]:
-        """Start to send the text of an object; see `lightning_pipe.transport.objects`."""
-        parts = [text] if text.numel() == FIRST else [text[:FIRST], text[FIRST:]]
-        return [self._send_bytes(part, process, tag) for part in parts]
-
     def _receive_text(self, process: int, tag: int) -> bytes:
-        """The text that `_send_text` sends."""
+        """The text of an object; see `lightning_pipe.transport.objects`."""
         text, size = b"", FIRST
         while len(text) < size:
             part = torch.empty(size - len(text), dtype=torch.uint8, device="cpu")
@@ -342,14 +337,13 @@ class Message(NamedTuple):
     """A message under way, as errors and reports name it."""
 
     verb: Literal["send", "receive"]
-    size: int | None
+    size: int
     peer: str
     lane: Lane | str
 
     def __str__(self) -> str:
         preposition = "to" if self.verb == "send" else "from"
-        what = "an object" if self.size is None else f"{self.size} bytes"
-        return f"{self.verb} {what} {preposition} {self.peer} on {self.lane}"
+        return f"{self.verb} {self.size} bytes {preposition} {self.peer} on {self.lane}"
 
 
 class Collective(NamedTuple):

@@ -6,8 +6,8 @@ An object becomes a text and, for each large tensor or array, a message with its
     | counts | pickle, with small tensors in it      | sizes | (fill) |     | memory               |   ...
     +--------+---------------------------------------+-------+--------+     +----------------------+
 
-In shared memory the text is one message. Elsewhere it is one of FIRST bytes, whose counts tell the size of a second one
-if there is more. The sizes are those of what follows. So no message needs another one to announce it.
+The text is a message of FIRST bytes, whose counts tell the size of a second one if there is more. The sizes are those
+of what follows. So no message needs another one to announce it.
 """
 
 from __future__ import annotations
@@ -63,11 +63,6 @@ def encode(obj: object, *, by_reference: bool = False) -> tuple[Tensor, list[Ten
     file.write(_COUNTS.pack(size, len(large)))
     text = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     return text, large if by_reference else [each.clone() for each in large]
-
-
-def text_at(address: int) -> bytes:
-    """A whole text in host memory."""
-    return ctypes.string_at(address, text_size(ctypes.string_at(address, _COUNTS.size)))
 
 
 def text_size(begin: bytes) -> int:

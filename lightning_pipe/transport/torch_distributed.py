@@ -23,7 +23,6 @@ from lightning_pipe.transport.base import (
     Transport,
     Work,
 )
-from lightning_pipe.transport.objects import text_at
 from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.work import Failing, GroupWork, LocalReceive
@@ -199,22 +198,6 @@ class TorchTransport(Transport):
     @override
     def _copies(self, process: int) -> bool:
         return process in self._local
-
-    @override
-    def _send_text(self, text: Tensor, process: int, tag: int) -> Sequence[Work]:
-        return (
-            [self._send_bytes(text, process, tag)] if self._copies(process) else super()._send_text(text, process, tag)
-        )
-
-    @override
-    def _receive_text(self, process: int, tag: int) -> bytes:
-        local = self._local.get(process)
-        if local is None:
-            return super()._receive_text(process, tag)
-        operation = Message("receive", None, self._described[process], _object_lane(tag))
-        with self.failing(operation):
-            text: bytes = LocalReceive(self, operation, local, local.expect(None, text_at, _object_tag(tag))).wait()
-        return text
 
     @override
     def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:

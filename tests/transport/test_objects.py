@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from lightning_pipe.transport.objects import FIRST, LARGE, decode, encode, text_at
+from lightning_pipe.transport.objects import FIRST, LARGE, decode, encode
 from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from tests.support.threads import ThreadTransport, run_threads, thread_world
@@ -72,7 +72,7 @@ def copy_of(obj: Any, *, by_reference: bool = False) -> Any:
     """What a receiver makes of the messages of an object."""
     text, large = encode(obj, by_reference=by_reference)
     messages = iter(large)
-    return decode(text_at(text.data_ptr()), lambda message: message.copy_(next(messages)), CPU)
+    return decode(text.numpy().tobytes(), lambda message: message.copy_(next(messages)), CPU)
 
 
 @pytest.mark.parametrize("name", OBJECTS)

@@ -58,7 +58,7 @@ class PostedReceive:
     """A receive that was posted.
 
     Args:
-        size: bytes of the message; ``None`` if any number may come.
+        size: bytes of the message.
         read: reads it where it lies, by its address.
 
     Attributes:
@@ -68,7 +68,7 @@ class PostedReceive:
 
     __slots__ = ("done", "read", "result", "size")
 
-    def __init__(self, size: int | None, read: Callable[[int], Any]) -> None:
+    def __init__(self, size: int, read: Callable[[int], Any]) -> None:
         self.size, self.read = size, read
         self.done, self.result = False, None
 
@@ -136,8 +136,8 @@ class SharedMemoryPeer:
         """Post a receive into a flat tensor of bytes; see `expect`."""
         return self.expect(data.numel(), lambda address: ctypes.memmove(data.data_ptr(), address, data.numel()), tag)
 
-    def expect(self, size: int | None, read: Callable[[int], Any], tag: int) -> PostedReceive:
-        """Post a receive of ``size`` bytes (``None``: any number), which ``read`` reads at their address."""
+    def expect(self, size: int, read: Callable[[int], Any], tag: int) -> PostedReceive:
+        """Post a receive of ``size`` bytes, which ``read`` reads at their address."""
         posted = PostedReceive(size, read)
         self._posted[tag].append(posted)
         if self._arrived[tag]:
@@ -229,7 +229,7 @@ class SharedMemoryPeer:
         """Give the oldest message of a tag to its oldest receive."""
         buffer, size = self._arrived[tag].popleft()
         posted = self._posted[tag].popleft()
-        if posted.size not in (None, size):
+        if posted.size != size:
             raise ConnectionError(f"{size} bytes were sent, {posted.size} expected: the ranks disagree")
         posted.result = posted.read(buffer.address)
         posted.done = True
