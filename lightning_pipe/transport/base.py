@@ -317,7 +317,7 @@ class Transport(ABC):
 
     def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed, with the first failure or the report of a hang, if known."""
-        timed_out = timed_out or (self.board is not None and self.board.overdue)
+        timed_out |= "timed out" in str(cause).lower() or (self.board is not None and self.board.overdue)
         what = f"{self.describe().capitalize()} could not {operation}"
         if timed_out:
             limit = self.timeout.total_seconds() if self.board is None else self.board.limit

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_pipe.errors import CommunicationError, ConfigurationError
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.transport.base import (
     DONE,
     Collective,
@@ -162,10 +162,6 @@ class TorchTransport(Transport):
         group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout, backend=backend)
         self.waiting = None
         return group
-
-    def failed(self, operation: object, cause: BaseException) -> CommunicationError:
-        """The error for an operation that the process group could not do."""
-        return self.error(operation, cause, timed_out="timed out" in str(cause).lower())
 
     def failing(self, operation: object) -> Failing:
         """Turns the process group's errors into those of this package."""

@@ -32,7 +32,7 @@ class Failing:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError | OSError) and not isinstance(error, CommunicationError):
-            raise self._transport.failed(self._operation, error) from error
+            raise self._transport.error(self._operation, error) from error
 
 
 class GroupWork:
@@ -62,7 +62,7 @@ class GroupWork:
         try:
             work.wait()
         except RuntimeError as error:
-            self._error = self._transport.failed(self._operation, error)
+            self._error = self._transport.error(self._operation, error)
             self._error.__cause__ = error
         # the memory is freed with its last reference, and a caller may keep this object for a whole batch
         self._work = self._held = None

@@ -164,4 +164,4 @@ def _naming_errors(transport: Transport, path: str) -> Iterator[None]:
         raise
     except (RuntimeError, OSError) as error:
         operation = f"wait until the checkpoint {path} was written by all"
-        raise transport.error(operation, error, timed_out="timed out" in str(error).lower()) from None
+        raise transport.error(operation, error) from None
