@@ -25,9 +25,12 @@ from tests.support.processes import run_trainers
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("replicas", "tensor", "sharding"), POINTS)
+@pytest.mark.parametrize(
+    ("replicas", "tensor", "sharding"),
+    [pytest.param(*point, marks=[pytest.mark.slow] * (point[:2] == (2, 2))) for point in POINTS],
+)
 def test_each_process_has_what_the_plan_says(replicas: int, tensor: int, sharding: Sharding) -> None:
-    """Parameters, gradients and optimizer state, to the byte: 2 x 2 x 1 and 2 x 1 x 2 processes."""
+    """Parameters, gradients and optimizer state, to the byte, in three dimensions."""
     with torch.device("meta"):
         module = Llama()
     made = planned(module, replicas, tensor, sharding)

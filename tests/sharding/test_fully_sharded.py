@@ -13,12 +13,12 @@ from tests.support import oracle
 from tests.support.model_zoo import ZOO
 from tests.support.oracle import Trace
 from tests.support.processes import run_trainers
-from tests.support.sharded_runs import MODELS, Sharded, check
+from tests.support.sharded_runs import FAMILIES, MODELS, Sharded, check
 from tests.support.trainer_runs import quiet
 
 REPLICAS = [
     # tied, frozen and shared ones, weights outside the layers, recomputed attributes of torch's own
-    *("residual", "gpt2", "llama", "tied_to_layers", "scale_in_two_stages", "shared_by_layers", "frozen_layers"),
+    *("residual", "tied_to_layers", "scale_in_two_stages", "shared_by_layers", "frozen_layers"),
     *("weight_norm", "recurrent"),
 ]
 UNLIKE = {"noise", "t5"}
@@ -33,8 +33,17 @@ def test_replicas_train_as_one_device() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "point",
+    [Sharded("1f1b", replicas=2, steps=5), Sharded("interleaved", stages=4, replicas=2, accumulate=2, steps=5)],
+    ids=str,
+)
+def test_five_steps(point: Sharded) -> None:
+    check(FAMILIES, point, "data_parallel")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "point",
     [
-        Sharded("interleaved", stages=4, replicas=2, accumulate=2, steps=2),
         Sharded("zero_bubble", replicas=2, micro_batches=4, recompute="never"),
         Sharded("zero_bubble", replicas=2, micro_batches=4, reshard=True),
         Sharded(stages=1, ranks=1, replicas=2),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.sharded_runs import Sharded, check
+from tests.support.sharded_runs import FAMILIES, Sharded, check
 
-MODELS = ["llama", "gpt2", "mixtral", "qwen3", "pairs", "divides_itself"]
+MODELS = [*FAMILIES, "qwen3", "pairs"]
 
 
 @pytest.mark.timeout(120)
@@ -17,7 +17,7 @@ def test_tensor_ranks_train_as_one_device() -> None:
 @pytest.mark.timeout(120)
 def test_interleaved() -> None:
     point = Sharded("interleaved", stages=4, micro_batches=4, tensor=2, parameters=False, steps=5)
-    check(["llama", "gpt2", "mixtral", "divided_llama", "rows"], point, "tensor_parallel")
+    check([*FAMILIES, "divided_llama", "rows"], point, "tensor_parallel")
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from tests.support.zoo.hugging_face import llama
 LAYOUTS: dict[str, dict[str, Any]] = {
     "parameters": {"data_parallel_size": 2, "shard_optimizer": "parameters"},
     "tensor": {"tensor_parallel_size": 2, "parallelize": divide_pair},
-    "replicas": {"data_parallel_size": 2},
 }
 
 
@@ -105,6 +104,7 @@ class Case:
         dtype: of the module and its batches.
         layouts: with which it runs.
         tolerance: the largest difference from one device.
+        copies: how often a training batch has each sample, so that each micro-batch has the statistics of the batch.
     """
 
     make: Callable[[Path], L.LightningModule] = lambda folder: Weighted()
@@ -114,6 +114,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     layouts: tuple[str, ...] = ("parameters", "tensor")
     tolerance: float = 1e-9
+    copies: int = 1
 
 
 _SINGLE: dict[str, Any] = {"dtype": torch.float32, "strategy": {"micro_batches": 1}}
@@ -128,7 +129,7 @@ CASES = {
         trainer=_CLIPPED,
         layouts=("tensor",),
     ),
-    "normalised": Case(lambda folder: Normalised(), {"micro_batches": 2}, layouts=("parameters", "tensor", "replicas")),
+    "normalised": Case(lambda folder: Normalised(), {"micro_batches": 2}, copies=2),
     "built": Case(lambda folder: Built(), {"micro_batches": 1}, {"precision": "64-true"}),
     "pretrained": Case(Pretrained, {"micro_batches": 1, "parallelize": None}),
     # sums over replicas are exact here, those over tensor ranks are rounded to the eight bits of a bfloat16
@@ -173,8 +174,8 @@ def batches(dtype: torch.dtype) -> list[dict[str, Tensor]]:
     ]
 
 
-def fit(case: Case, folder: str, strategy: Any, devices: int) -> Trace:
-    """What training, validation, test and prediction leave; all replicas have the same batches."""
+def fit(case: Case, folder: str, strategy: Any, devices: int, copies: int) -> Trace:
+    """What training, validation, test and prediction leave; all replicas have the same batches, each in copies."""
     quiet()
     L.seed_everything(7, verbose=False)
     module = case.make(Path(folder))
@@ -190,7 +191,8 @@ def fit(case: Case, folder: str, strategy: Any, devices: int) -> Trace:
         plugins=[make() for make in case.plugins] or None,
         **{"max_epochs": 1, **QUIET, **case.trainer},
     )
-    trainer.fit(module, oracle.loader(own), oracle.loader(own[:2]))
+    training = [{name: torch.cat([value] * copies) for name, value in batch.items()} for batch in own]
+    trainer.fit(module, oracle.loader(training), oracle.loader(own[:2]))
     trace = recorder.trace
     trace.weights = oracle.state_of(module)
     trace.metrics = oracle.numbers(
@@ -213,8 +215,9 @@ def fit_all(process: int, folder: str) -> dict[tuple[str, str], Trace]:
             options = {**LAYOUTS[layout], **case.strategy}
             if layout != "tensor":
                 options.pop("parallelize", None)
+            strategy = PipeStrategy(pipeline_parallel_size=2, **options)
             try:
-                found[name, layout] = fit(case, folder, PipeStrategy(pipeline_parallel_size=2, **options), 4)
+                found[name, layout] = fit(case, folder, strategy, 4, case.copies)
             except BaseException as error:
                 error.add_note(f"{name}, {layout}")
                 raise
@@ -223,22 +226,20 @@ def fit_all(process: int, folder: str) -> dict[tuple[str, str], Trace]:
 
 @pytest.mark.timeout(300)
 def test_each_as_on_one_device(tmp_path: Path) -> None:
-    from lightning_pipe import PipeStrategy
-
     torch.manual_seed(3)
     llama().model.double().save_pretrained(tmp_path)
     found = run_trainers(fit_all, 4, folder=str(tmp_path), timeout=280)
     wrong: list[str] = []
     for name, case in CASES.items():
-        # statistics of micro-batches are not those of a batch: the same pipeline, undivided
-        own = PipeStrategy(pipeline_parallel_size=1, **case.strategy) if name == "normalised" else "auto"
-        truth = fit(case, str(tmp_path), own, 1)
-        for process, traces in enumerate(found):
-            for layout in case.layouts:
-                replicas = traces[name, "replicas"] if name == "normalised" and layout == "parameters" else truth
-                differ = oracle.differences(traces[name, layout], replicas, case.tolerance)
-                if layout != "replicas":
-                    wrong += [f"{name}, {layout}, process {process}: {line}" for line in differ]
+        truths: dict[int, Trace] = {}
+        for layout in case.layouts:
+            # running variances tell how many samples there were: those of all replicas
+            replicas = LAYOUTS[layout].get("data_parallel_size", 1) if case.copies > 1 else 1
+            if replicas not in truths:
+                truths[replicas] = fit(case, str(tmp_path), "auto", 1, case.copies * replicas)
+            for process, traces in enumerate(found):
+                differ = oracle.differences(traces[name, layout], truths[replicas], case.tolerance)
+                wrong += [f"{name}, {layout}, process {process}: {line}" for line in differ]
     assert not wrong, "\n  ".join(wrong[:30])
     scales = [value for name, value in found[0]["scaled", "parameters"].metrics.items() if name.startswith("scale ")]
     assert scales[0] < 2.0**24, "the first step did not overflow"

@@ -25,8 +25,11 @@ from lightning_pipe.sharding.fully_sharded import FullySharded
 from tests.support.trainer_runs import QUIET, quiet
 
 RANKS, BATCH = 2, 4
-POINTS: tuple[tuple[int, int, Sharding], ...] = ((2, 1, False), (2, 1, "parameters"), (1, 2, False))
-"""Replicas, tensor ranks, and what the replicas divide: 2 x 2 x 1 and 2 x 1 x 2 processes."""
+POINTS: tuple[tuple[int, int, Sharding], ...] = (
+    *((2, 1, False), (2, 1, "parameters"), (1, 2, False)),
+    *((2, 2, False), (2, 2, "parameters")),
+)
+"""Replicas, tensor ranks, and what the replicas divide: 2 x 2 x 1, 2 x 1 x 2 and 2 x 2 x 2 processes."""
 
 
 class Llama(L.LightningModule):

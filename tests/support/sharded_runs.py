@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -194,6 +194,8 @@ MODELS: dict[str, Entry] = {
     "divided_llama": Entry("divided_llama", divided(llama, divide_decoder), ZOO["llama"].batches),
     "divided_mixtral": Entry("divided_mixtral", divided(mixtral, divide_decoder), ZOO["llama"].batches),
 }
+FAMILIES = ["gpt2", "llama", "mixtral", "divides_itself"]
+"""Three models of Transformers, and a plain module with a `configure_model` of its own: they run in all dimensions."""
 PARALLELIZE: dict[str, Callable[..., Any]] = {"gpt2": divide_gpt2, "pairs": divide_pair, "rows": divide_rows}
 """What divides the layers of models without a plan of their own."""
 
@@ -273,7 +275,7 @@ def fit_all(process: int, names: list[str], point: Sharded) -> list[tuple[Trace,
             options["parallelize"] = PARALLELIZE[name]
         if name.startswith("divide"):
             options["shard_optimizer"] = False
-        kinds = Kinds()
+        kinds, weights = Kinds(), Weights()
         module = entry.build()
         try:
             trace = oracle.fit(
@@ -284,13 +286,13 @@ def fit_all(process: int, names: list[str], point: Sharded) -> list[tuple[Trace,
                 strategy=PipeStrategy(layers=entry.layers, **options),
                 devices=point.devices,
                 use_distributed_sampler=False,
-                callbacks=[kinds],
+                callbacks=[kinds, weights],
             )
         except BaseException as error:
             error.add_note(f"model {name}")
             raise
-        if name.startswith("divide"):  # it stays in parts
-            trace.weights = {}
+        if name.startswith("divide"):  # it stays in parts, on the ranks of its stages
+            trace.weights = weights.found
         found.append((trace, kinds.found))
     return found
 
@@ -309,8 +311,13 @@ def check(names: Sequence[str], point: Sharded, divided: str, timeout: float = 1
     for index, name in enumerate(names):
         kinds = {kind for of_process in found for kind in of_process[index][1]}
         assert any(divided in kind for kind in kinds), f"{name}: {kinds}"
+        held = set[str]()
         for process, of_process in enumerate(found):
             trace, truth = of_process[index][0], expected(MODELS[name], point, point.replica(process))
             assert trace.losses
+            held |= trace.weights.keys()
+            if name.startswith("divide"):
+                truth = replace(truth, weights={each: truth.weights[each] for each in trace.weights})
             wrong += [f"{name}, process {process}: {line}" for line in oracle.differences(trace, truth)]
+        assert held == expected(MODELS[name], point, 0).weights.keys()
     assert not wrong, "\n  ".join(wrong[:30])
