@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,7 +15,7 @@ from lightning_pipe.local_parts import DATA, TENSOR, pieces
 from lightning_pipe.partition import Layers, ParameterPlace
 from lightning_pipe.planning.cost_profile import MOMENTS
 from lightning_pipe.sharding.roots import left_whole, tied
-from lightning_pipe.sharding.tensor_parallel import plan_of
+from lightning_pipe.sharding.tensor_parallel import plan_of, styles_of
 
 _GUESSED = (
     "nothing says before the run how tensor ranks divide layers: their matrices are taken for divided, and other "
@@ -150,12 +149,11 @@ def _of_plan(module: nn.Module, layers: Layers, plan: Mapping[str, str]) -> Iter
 
     A plan names modules, and of experts their parameters. Tied weights stay whole.
     """
-    patterns = [(re.compile(re.escape(pattern).replace(r"\*", r"\d+")), style) for pattern, style in plan.items()]
-    shared = tied(module, layers)
+    shared, style_of = tied(module, layers), styles_of(plan)
     for name, parameter in module.named_parameters():
         of_module, _, key = name.rpartition(".")
         for place in (name, of_module):
-            style = next((style for pattern, style in patterns if pattern.fullmatch(place)), "")
+            style = style_of(place) or ""
             if parameter not in shared and ("col" in style or ("row" in style and (place == name or key == "weight"))):
                 yield name
 

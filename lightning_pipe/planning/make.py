@@ -23,7 +23,7 @@ from lightning_pipe.planning.traffic import NodeTraffic, messages_of, node_traff
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.several_passes import several_passes
-from lightning_pipe.sharding.refusals import check_family, check_sizes
+from lightning_pipe.sharding.refusals import check_family, in_parts
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
 from lightning_pipe.transport.topology import Topology
 
@@ -63,8 +63,7 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     ranks, balance = asked.ranks, asked.balance
     family = schedules.get(asked.schedule)
     stages = family.placed(ranks, None if asked.stages == "auto" else asked.stages)[1]
-    check_sizes(asked.shard_optimizer, asked.tensor_parallel_size)
-    if asked.shard_optimizer == "parameters" or asked.tensor_parallel_size > 1:
+    if in_parts(asked.shard_optimizer, asked.tensor_parallel_size):
         check_family(family)
     layers = find_layers(module, asked.layers, stages)
     division = Division.before_run(module, layers, asked.shard_optimizer, asked.tensor_parallel_size)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from lightning_pipe.config import Auto, BatchEquation, RankOrder, Sharding
+from lightning_pipe.config import Auto, BatchEquation, RankOrder, Sharding, layout
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -196,6 +196,11 @@ class SearchOptions:
             for value in values:
                 if not isinstance(value, int) or value < 1:
                     raise ConfigurationError(f"A search needs {name} of 1 or more, not {value!r}.")
+
+    @property
+    def processes(self) -> int:
+        """Those of all pipelines: each is one of the tensor ranks that compute layers together."""
+        return layout(self.ranks, tensor_parallel_size=self.tensor_parallel_size).pipeline_parallel_size
 
     @property
     def limit(self) -> float | None:

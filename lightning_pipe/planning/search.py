@@ -13,7 +13,7 @@ from itertools import accumulate
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import Sharding, layout
+from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -22,7 +22,7 @@ from lightning_pipe.planning.options import SearchOptions, taking
 from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_costs, stage_memory
 from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.schedules import Family
-from lightning_pipe.sharding.refusals import check_family
+from lightning_pipe.sharding.refusals import check_family, goes
 from lightning_pipe.text import memory as amount_of_memory
 
 _UNUSED = ("naive",)
@@ -60,8 +60,7 @@ def search(costs: CostProfile | Predictor | nn.Module, asked: SearchOptions) -> 
     predictor = costs if isinstance(costs, Predictor) else Predictor(_profile_of(costs, asked))
     found, candidates = _Search(predictor, asked.limit), list(_candidates(predictor.profile, asked))
     if not candidates:
-        size = asked.pipeline_parallel_size or asked.ranks // asked.tensor_parallel_size
-        families = list(_families(asked))
+        families, size = list(_families(asked)), asked.pipeline_parallel_size or asked.processes
         refused = [each for one in families if isinstance(each := _own_stages(one, size, None), ScheduleError)]
         if families and len(refused) == len(families):
             raise refused[0]
@@ -82,11 +81,10 @@ def _divisors(number: int) -> list[int]:
 
 def _candidates(profile: CostProfile, asked: SearchOptions) -> Iterator[Configuration]:
     tried, size, cut = list(_families(asked)), asked.pipeline_parallel_size, asked.cut
-    processes = layout(asked.ranks, tensor_parallel_size=asked.tensor_parallel_size).pipeline_parallel_size
-    for ranks in _divisors(processes) if size is None else [size]:
-        replicas, rest = divmod(processes, ranks)
+    for ranks in _divisors(asked.processes) if size is None else [size]:
+        replicas, rest = divmod(asked.processes, ranks)
         if rest:
-            raise ConfigurationError(f"{processes} processes cannot be divided into pipelines of {ranks} ranks.")
+            raise ConfigurationError(f"{asked.processes} processes cannot be divided into pipelines of {ranks} ranks.")
         if asked.global_batch % replicas or ranks > len(profile.layers):
             continue
         batch = asked.global_batch // replicas
@@ -113,16 +111,20 @@ def _own_stages(family: Family, ranks: int, stages: int | None) -> int | Schedul
 
 
 def _families(asked: SearchOptions) -> Iterator[Family]:
-    if asked.families is not None:
-        for family in map(schedules.get, [asked.families] if isinstance(asked.families, str) else asked.families):
-            if asked.tensor_parallel_size > 1:
-                check_family(family)
-            yield family
+    in_parts = asked.tensor_parallel_size > 1
+    if asked.families is None:
+        yield from usual(in_parts=in_parts)
         return
-    for name in schedules.names():
-        family = schedules.get(name)
-        if family.synchronous and name not in _UNUSED and (family.pipes == 1 or asked.tensor_parallel_size == 1):
-            yield from family.variants()
+    for family in map(schedules.get, [asked.families] if isinstance(asked.families, str) else asked.families):
+        if in_parts:
+            check_family(family)
+        yield family
+
+
+def usual(*, in_parts: bool) -> list[Family]:
+    """The schedules with a flush, with their variants; those alone that go with parameters in parts, if they are."""
+    found = (each for name in schedules.names() if name not in _UNUSED for each in schedules.get(name).variants())
+    return [family for family in found if family.synchronous and (goes(family) or not in_parts)]
 
 
 @cache

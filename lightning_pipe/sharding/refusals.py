@@ -9,8 +9,8 @@ from lightning_pipe.schedules import Family
 WHAT = 'Parameters that several processes divide (shard_optimizer="parameters", tensor_parallel_size)'
 
 
-def check_sizes(sharding: Sharding, tensor: int) -> None:
-    """Refuse to divide whole parameters where a process has parts of them.
+def in_parts(sharding: Sharding, tensor: int) -> bool:
+    """Whether several processes divide parameters; refuse to divide whole ones where a process has parts of them.
 
     Args:
         sharding: ``shard_optimizer``.
@@ -25,15 +25,21 @@ def check_sizes(sharding: Sharding, tensor: int) -> None:
             f"tensor_parallel_size={tensor} a process has parts of them.",
             hint='Use shard_optimizer="parameters".',
         )
+    return sharding == "parameters" or tensor > 1
+
+
+def goes(family: Family) -> bool:
+    """Whether a schedule goes with parameters that several processes divide: their sums are those of one device."""
+    return family.pipes == 1 and family.synchronous
 
 
 def check_family(family: Family) -> None:
-    """Refuse schedules whose sums of divided parameters would not be those of one device.
+    """Refuse other schedules.
 
     Raises:
-        ConfigurationError: with the reason, and other schedules.
+        ConfigurationError: with the reason, and schedules to use.
     """
-    if family.pipes > 1 or not family.synchronous:
+    if not goes(family):
         why = (
             "it computes each stage on two ranks, whose sums would wait for each other's batches"
             if family.synchronous

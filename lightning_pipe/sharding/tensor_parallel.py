@@ -40,6 +40,12 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     return found
 
 
+def styles_of(plan: Mapping[str, str]) -> Callable[[str], str | None]:
+    """Tells the style of a module or parameter by its name; ``None``: the plan has none."""
+    patterns = [(re.compile(re.escape(pattern).replace(r"\*", r"\d+")), style) for pattern, style in plan.items()]
+    return lambda name: next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+
+
 def by_plan(plan: Mapping[str, str], shared: set[nn.Parameter]) -> Callable[[Root, Any], None]:
     """Divides layers as a plan says.
 
@@ -47,10 +53,7 @@ def by_plan(plan: Mapping[str, str], shared: set[nn.Parameter]) -> Callable[[Roo
         plan: styles by patterns of dotted names.
         shared: tied weights, whose modules stay whole: one that is divided would be tied no more.
     """
-    patterns = [(re.compile(re.escape(pattern).replace(r"\*", r"\d+")), style) for pattern, style in plan.items()]
-
-    def style_of(name: str) -> str | None:
-        return next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+    style_of = styles_of(plan)
 
     def divide(root: Root, mesh: Any) -> None:
         for name, part in list(root.module.named_modules(prefix=root.name)):

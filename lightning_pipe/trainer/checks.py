@@ -26,7 +26,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.sharding.refusals import check_sizes
+from lightning_pipe.sharding.refusals import in_parts
 from lightning_pipe.trainer.world import World
 
 _SEVERAL_OPTIMIZERS = ConfigurationError(
@@ -107,7 +107,7 @@ def check_sharding(shard_optimizer: Sharding, tensor_parallel_size: int, paralle
             hint='Use True, which divides the optimizer\'s state, "gradients", which divides gradients as well, or '
             '"parameters", which divides these, too.',
         )
-    check_sizes(shard_optimizer, tensor_parallel_size)
+    in_parts(shard_optimizer, tensor_parallel_size)
     if parallelize is not None and tensor_parallel_size == 1:
         raise ConfigurationError(
             "parallelize= divides layers over tensor ranks, and tensor_parallel_size is 1.",

@@ -18,7 +18,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, TENSOR, is_divided
 from lightning_pipe.sharding.mesh import device_mesh
 from lightning_pipe.sharding.model import ShardedModel
-from lightning_pipe.sharding.refusals import WHAT, check_family
+from lightning_pipe.sharding.refusals import WHAT, check_family, in_parts
 from lightning_pipe.sharding.roots import roots_of
 from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.torch_internals import is_compiled
@@ -50,7 +50,7 @@ class ModelSharding:
     @property
     def wanted(self) -> bool:
         """Whether an option asks for it."""
-        return self.option == "parameters" or self.tensor_parallel_size > 1
+        return in_parts(self.option, self.tensor_parallel_size)
 
     def by_module(self, module: pl.LightningModule) -> bool:
         """Whether the module may divide itself: its ``configure_model`` asks for the mesh."""

@@ -21,7 +21,7 @@ from lightning_pipe.partition import Balance, Layers, divide, find_layers
 from lightning_pipe.planning.layer_sizes import estimated
 from lightning_pipe.planning.options import Cut
 from lightning_pipe.planning.profile_store import ProfileStore
-from lightning_pipe.planning.search import search
+from lightning_pipe.planning.search import search, usual
 from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
@@ -76,7 +76,7 @@ def choose(
     recompute: Recompute = "never",
     balance: Balance = "time",
     *,
-    one_pipe: bool = False,
+    in_parts: bool = False,
 ) -> ScheduleChoice:
     """The fastest schedule with a flush for one pipeline of so many ranks, as far as it can be told before a run.
 
@@ -93,7 +93,7 @@ def choose(
         processes: on this host.
         recompute: as the user wants it; "never" leaves it open.
         balance: as the user wants it: stages are predicted as the run will cut them.
-        one_pipe: whether no stage may be computed on two ranks: parameters are divided.
+        in_parts: whether several processes divide parameters.
 
     Raises:
         ConfigurationError: the layers are not there yet, or no schedule has as many stages as ``balance``.
@@ -125,7 +125,7 @@ def choose(
         pipeline_parallel_size=ranks,
         micro_batches=[number],
         cut=_cut(module, sequence, ranks, balance),
-        families=_of_one_pipe() if one_pipe else None,
+        families=usual(in_parts=in_parts),
         shown=2,
     )
     try:
@@ -136,12 +136,6 @@ def choose(
     else:
         choice = _choice(found, source, recompute)
     return replace(choice, shapes=store.shapes)
-
-
-def _of_one_pipe() -> list[Family]:
-    """The schedules with a flush that compute each stage on one rank."""
-    found = [variant for name in schedules.names() for variant in schedules.get(name).variants()]
-    return [family for family in found if family.synchronous and family.pipes == 1]
 
 
 def _cut(module: nn.Module, layers: Layers, ranks: int, balance: Balance) -> Cut | None:

@@ -314,7 +314,7 @@ class PipeStrategy(ParallelStrategy):
         found = schedule_choice.kept_by(module.trainer, getattr(self._launcher, "checkpoint", None), ranks)
         if found is None:
             of_user = own.micro_batches, self.root_device, self.processes_here, own.recompute, own.balance
-            found = schedule_choice.choose(module, own.layers, ranks, *of_user, one_pipe=divides)
+            found = schedule_choice.choose(module, own.layers, ranks, *of_user, in_parts=divides)
         self._choice, self.family, self._layout = found, found.family, None
         # the most that can be divided stays
         kept = divides or own.shard_optimizer == "gradients" or not found.shard_optimizer

@@ -121,7 +121,7 @@ def test_stages_are_predicted_as_the_run_will_cut_them(cache: Path) -> None:
 def test_no_stage_is_computed_on_two_ranks_where_parameters_are_divided(cache: Path) -> None:
     store(net(), cache, message=1e-9)
     assert choose(net(), None, 4, 8, CPU).family.name == "dualpipe"
-    assert choose(net(), None, 4, 8, CPU, one_pipe=True).family.name == "dualpipev"
+    assert choose(net(), None, 4, 8, CPU, in_parts=True).family.name == "dualpipev"
 
 
 def test_the_memory_of_a_process() -> None:
