@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,11 +55,9 @@ class ModelSharding:
         return in_parts(self.option, self.tensor_parallel_size)
 
     def by_module(self, module: pl.LightningModule) -> bool:
-        """Whether the module may divide itself: its ``configure_model`` asks for the mesh."""
-        configure = type(module).configure_model
-        return is_overridden("configure_model", module) and "device_mesh" in getattr(
-            getattr(configure, "__code__", None), "co_names", ()
-        )
+        """Whether the module may divide itself: it has a ``configure_model``, and some method asks for the mesh."""
+        methods = (value for kind in type(module).__mro__ for value in vars(kind).values())
+        return is_overridden("configure_model", module) and any(map(_asks_for_mesh, methods))
 
     def at_once(self, module: pl.LightningModule) -> bool:
         """Whether the layers must be known before the first batch: parameters are divided by then."""
@@ -128,6 +128,12 @@ class ModelSharding:
         self.model.undo()
         pipeline.reductions.sharded = None
         return not self.model.own
+
+
+def _asks_for_mesh(code: Any) -> bool:
+    """Whether a function, or one inside it, reads ``device_mesh``."""
+    code = getattr(inspect.unwrap(code) if callable(code) else code, "__code__", code)
+    return isinstance(code, CodeType) and ("device_mesh" in code.co_names or any(map(_asks_for_mesh, code.co_consts)))
 
 
 def check(module: pl.LightningModule, pipeline: Pipeline) -> None:
