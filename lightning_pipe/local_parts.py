@@ -97,14 +97,10 @@ def share(whole: Tensor, like: Tensor) -> Tensor:
             at, count, mine = placement.dim, mesh.size(number), mesh.get_local_rank(number)
             # FSDP takes a part of each of the parts that tensor parallelism makes afterwards
             strips = torch.chunk(whole, getattr(placement, "split_factor", 1), at)
-            whole = torch.cat([_chunk(strip, count, mine, at) for strip in strips], at)
+            # of fewer rows than parts the last parts are empty
+            parts = [part for strip in strips for part in torch.chunk(strip, count, at)[mine : mine + 1]]
+            whole = torch.cat([whole.narrow(at, 0, 0), *parts], at)
     return whole
-
-
-def _chunk(tensor: Tensor, count: int, number: int, dim: int) -> Tensor:
-    """One of several parts; there are fewer where there are fewer rows: the others are empty."""
-    parts = torch.chunk(tensor, count, dim)
-    return parts[number] if number < len(parts) else tensor.narrow(dim, 0, 0)
 
 
 def whole(tensor: Tensor) -> Tensor:

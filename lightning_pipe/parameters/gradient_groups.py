@@ -68,13 +68,12 @@ class GradientGroups:
             stages: the stages of this rank.
         """
         by_key: dict[tuple[int, ...], list[nn.Parameter]] = {(_STAGE, stage): [] for stage in stages}
-        members: dict[tuple[int, ...], tuple[int, ...]] = {}
+        members, topology = dict[tuple[int, ...], tuple[int, ...]](), self._transport.topology
         for parameter, owners, stage in held:
-            key = (_SHARED, *owners) if stage is None else (_STAGE, stage)
-            if DATA in dimensions(parameter):  # the replicas have summed it already
-                key = (_DIVIDED, *owners)
+            divided = DATA in dimensions(parameter)  # the replicas have summed it already
+            key = (_DIVIDED, *owners) if divided else (_SHARED, *owners) if stage is None else (_STAGE, stage)
             by_key.setdefault(key, []).append(parameter)
-            members[key] = self._holders(key, owners)
+            members[key] = topology.members(self._transport.replica, owners) if divided else topology.holders(owners)
         shared = [
             HolderGroup(members[key], tuple(by_key[key]), first=key[-1])
             for key in sorted(members)
@@ -87,13 +86,6 @@ class GradientGroups:
         for key, parameters in by_key.items():
             of_key = members.get(key, (self._transport.process,))
             self._reducer.add(key, parameters, of_key, shards.owner if self.scattered else None)
-
-    def _holders(self, key: tuple[int, ...], owners: tuple[int, ...]) -> tuple[int, ...]:
-        """The processes whose gradients of a parameter are summed."""
-        topology = self._transport.topology
-        if key[0] == _DIVIDED:
-            return topology.members(self._transport.replica, owners)
-        return topology.holders(owners)
 
     @property
     def members_with_all(self) -> tuple[int, ...]:
@@ -111,12 +103,8 @@ class GradientGroups:
             first: whether this rank is the first of the pipeline's ranks that hold it.
         """
         if self.sharded is not None:
-            transport, over = self._transport, dimensions(parameter)
-            return (
-                first
-                and (DATA in over or transport.replica == 0)
-                and (TENSOR in over or transport.topology.tensor_rank == 0)
-            )
+            places = {DATA: self._transport.replica, TENSOR: self._transport.topology.tensor_rank}
+            return first and not any(places[each] for each in places.keys() - dimensions(parameter))
         return self.shards.mine(parameter) if self.scattered and self.shards is not None else first
 
     def reduce_in(self, dtype: torch.dtype | None) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,18 +26,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA
+from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.sharding.roots import Root
 from lightning_pipe.transport.base import Transport
 
 _OUTSIDE = -1
 """The key of modules outside the layers: their gradients are complete when the batch is."""
-
-
-class Names(Protocol):
-    """Knows parameters by the tensors that stand for them."""
-
-    def also(self, tensor: nn.Parameter, parameter: nn.Parameter) -> None:
-        """A tensor stands for a parameter of the module, too."""
 
 
 class _Unit(NamedTuple):
@@ -69,7 +63,7 @@ class FullySharded:
         module: nn.Module,
         stages: Mapping[Any, int | None],
         transport: Transport,
-        names: Names,
+        names: Ownership,
         *,
         reshard: bool = False,
     ) -> None:
@@ -105,17 +99,8 @@ class FullySharded:
             self._unshard([_OUTSIDE])
         else:
             self.gather()
-        try:
-            yield
-            self._finish()
-        except BaseException:
-            for parameter in self._parameters(*self._order):
-                if parameter.unsharded is not None:
-                    parameter.unsharded.grad = None
-            self._next = 0
-            self._done.clear()
-            self.release()
-            raise
+        yield
+        self._finish()
 
     @contextmanager
     def whole(self, stage: int) -> Iterator[None]:

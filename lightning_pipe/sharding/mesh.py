@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, PIPELINE, TENSOR
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.torch_distributed import TorchTransport
@@ -18,20 +17,13 @@ def device_mesh(transport: Transport) -> Any:
     """The mesh of all processes, with groups that fail when the transport does. Collective over the world.
 
     Args:
-        transport: this process's transport.
+        transport: this process's, of several.
 
     Returns:
         torch's ``DeviceMesh``; ``mesh["data_parallel"]`` and ``mesh["tensor_parallel"]`` are as in Lightning's
         ``ModelParallelStrategy``.
-
-    Raises:
-        ConfigurationError: there is one process.
     """
-    if not isinstance(transport, TorchTransport):
-        raise ConfigurationError(
-            "One process has no mesh of devices: there is nobody to divide parameters with.",
-            hint="Start several, with data_parallel_size or tensor_parallel_size.",
-        )
+    assert isinstance(transport, TorchTransport)
     from torch.distributed.device_mesh import DeviceMesh
 
     topology = transport.topology

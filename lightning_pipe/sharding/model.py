@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.local_parts import is_divided
-from lightning_pipe.parameters.ownership import Ownership
+from lightning_pipe.parameters.ownership import Ownership, named_tensors
 from lightning_pipe.sharding import tensor_parallel
 from lightning_pipe.sharding.fully_sharded import FullySharded, shard
 from lightning_pipe.sharding.roots import Root, left_whole, stages_of_parts, tied
@@ -90,12 +91,11 @@ class ShardedModel:
     def _same_values(self) -> None:
         """Give all tensor ranks the values of the first, as the replicas have those of the first."""
         members = self._transport.topology.tensor_processes(self._transport.process)
-        for root in self._roots:
-            for tensor in (*root.module.parameters(), *root.module.buffers()):
-                if not is_divided(tensor):
-                    data = tensor.detach().contiguous()
-                    self._transport.broadcast(data, members[0], members).wait()
-                    tensor.data.copy_(data)
+        for _, tensor in named_tensors(self._module):
+            if not is_divided(tensor) and not is_absent(tensor):
+                data = tensor.detach().contiguous()
+                self._transport.broadcast(data, members[0], members).wait()
+                tensor.data.copy_(data)
 
     def over_replicas(
         self, mesh: Any, names: Ownership, reduce_dtype: torch.dtype | None, *, divide: bool, reshard: bool
