@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from recipes.demonstrations.__main__ import keep, main
-from recipes.demonstrations.page import METRICS, cells, renewed
-from recipes.demonstrations.runs import Demonstration, Run, stored
+from recipes.demonstrations import METRICS, Runs, cells, keep, main, renewed, stored
 from recipes.samples import PICTURE
 from tests.recipes.test_docs import DOCS, EXPERIMENTS
 
@@ -27,11 +26,13 @@ old
 """
 
 
-def made(samples: list[str]) -> Demonstration:
-    def run(seed: int, seconds: float, loss: float) -> Run:
-        return Run(seed, seconds, 2 * seconds, 0.1, 12.0, {"val_loss": 9.0}, {"val_loss": loss, "test_bleu": loss / 10})
+def made(samples: list[str]) -> Runs:
+    def run(seed: int, seconds: float, loss: float) -> dict[str, Any]:
+        measured = {"seed": seed, "seconds": seconds, "cpu_seconds": 2 * seconds, "load": 0.1, "samples_per_second": 12}
+        return {**measured, "before": {"val_loss": 9.0}, "after": {"val_loss": loss, "test_bleu": loss / 10}}
 
-    return Demonstration("python -m x", "a day; 2 cores", [run(1, 59.0, 2.0), run(2, 61.0, 4.0)], samples)
+    runs = [run(1, 59.0, 2.0), run(2, 61.0, 4.0)]
+    return {"command": "python -m x", "machine": "a day; 2 cores", "runs": runs, "samples": samples}
 
 
 def test_a_page_gets_the_figures_and_samples() -> None:
@@ -82,10 +83,10 @@ def test_a_page_has_the_figures_of_its_runs(name: str) -> None:
     found = stored().get(name)
     if found is not None:
         assert renewed(page, found) == page
-        assert found.command == f"python -m recipes.train experiment={name}"
+        assert found["command"] == f"python -m recipes.train experiment={name}"
         assert [row for row in cells(found) if row and f"\n| {row} | " not in page] == []
-        assert not found.samples or "```text" in page
-        assert found.runs[0].after.keys() <= METRICS.keys() | {"val_masked_loss", "val_next_loss"}
+        assert not found["samples"] or "```text" in page
+        assert found["runs"][0]["after"].keys() <= METRICS.keys() | {"val_masked_loss", "val_next_loss"}
 
 
 def test_pictures_are_small() -> None:
@@ -101,17 +102,17 @@ def test_runs_are_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     short = ["data.source=digits", "debug=fast", "pipe=none", "trainer.devices=1", "trainer.enable_progress_bar=false"]
     main([name, *short, "--seeds", "5", "--output", str(output)])
     assert "signal to noise (PSNR)" in capsys.readouterr().out
-    found = stored(output / "demonstrations.json")[name]
-    assert [run.seed for run in found.runs] == [5]
-    assert found.runs[0].cpu_seconds > 0
-    assert found.runs[0].after["val_loss"] > 0
+    found = stored(output)[name]
+    assert [run["seed"] for run in found["runs"]] == [5]
+    assert found["runs"][0]["cpu_seconds"] > 0
+    assert found["runs"][0]["after"]["val_loss"] > 0
 
     docs = tmp_path / "docs"
     (docs / "pictures").mkdir(parents=True)
     (docs / f"{name}.md").write_text(PAGE)
     keep(name, found, output, docs)
-    assert f"{found.runs[0].after['val_loss']:.3f}" in (docs / f"{name}.md").read_text()
-    assert stored(docs / "demonstrations.json") == {name: found}
+    assert f"{found['runs'][0]['after']['val_loss']:.3f}" in (docs / f"{name}.md").read_text()
+    assert stored(docs) == {name: found}
     drawn = output / name / "seed5" / PICTURE
     assert (docs / "pictures" / f"{name}_samples.png").read_bytes() == drawn.read_bytes()
     assert f"](pictures/{name}_samples.png)" in (docs / f"{name}.md").read_text()
@@ -130,6 +131,6 @@ def test_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_demonstration_was_run_with_three_seeds_in_under_three_minutes(name: str) -> None:
-    runs = stored()[name].runs
-    assert len({run.seed for run in runs}) >= 3
-    assert max(run.seconds for run in runs) < 180
+    runs = stored()[name]["runs"]
+    assert len({run["seed"] for run in runs}) >= 3
+    assert max(run["seconds"] for run in runs) < 180
