@@ -12,8 +12,7 @@ from recipes.errors import RecipeError
 from recipes.provenance import machine
 from recipes.reproduce import experiments
 from recipes.reproduce.report import Outcome, as_json, page, text
-from recipes.reproduce.results import Result
-from recipes.reproduce.stored import store, stored
+from recipes.reproduce.results import Result, store, stored
 
 OUTPUT = Path("outputs/reproduce")
 

@@ -15,7 +15,7 @@ from recipes.reproduce.memory import BLOCK, DEVICE, activation, fits, of_stages,
 from recipes.reproduce.pictures import lines, picture
 from recipes.reproduce.piz_daint import BLOCKS, Machine
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row
 from recipes.reproduce.sleeping import family_of
 from recipes.reproduce.throughput import UNIT, modelled
 
@@ -162,13 +162,13 @@ def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
             most = max(peaks(model, "Chimera", depth, batch[0], total * depth // (nodes * batch[0])))
             need = f"{machine.allocator * most:.1f} GB of {DEVICE:.0f}"
             note = f"the paper's takes {need} by the model without recomputation"
-            rows.append(Row(what, printed, own, Tolerance("exact"), note=note))
+            rows.append(Row(what, printed, own, "exact", note=note))
             again = one.recompute != "never"
             speeds[_place(one)] = modelled(machine, model, one.replicas, depth, one.samples, total, again)
         chosen = max(speeds, key=lambda place: speeds[place])
         note = ", ".join(f"{place} {speed:.1f}" for place, speed in speeds.items())
         what = f"{model}: the choice of Equation (1) among them"
-        rows.append(Row(what, case["chosen"], chosen, Tolerance("exact"), note=f"{note} {UNIT}"))
+        rows.append(Row(what, case["chosen"], chosen, "exact", note=f"{note} {UNIT}"))
         for title, families in (("Chimera", ["chimera"]), ("every schedule with a flush", None)):
             found = min(
                 (
@@ -180,7 +180,7 @@ def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
             speed = total / predictor.seconds(found)
             note = f"{found.label}: {speed:.1f} {UNIT}; the paper's fastest measured {case['speed']}"
             what, fastest = f"{model}, {title}: the fastest set-up", case["fastest"] if families else None
-            rows.append(Row(what, fastest, _place(found), Tolerance("exact"), note=note))
+            rows.append(Row(what, fastest, _place(found), "exact", note=note))
     return Result.of(rows)
 
 

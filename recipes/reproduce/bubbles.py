@@ -25,9 +25,8 @@ from lightning_pipe.schedules import (
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
 from recipes.reproduce.closed_forms import chimera_critical_path, chimera_time
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance, near
+from recipes.reproduce.results import Result, Row, near
 
-EXACT = Tolerance("exact")
 EQUAL = Costs(forward=1, backward=1)
 SCHEMES: dict[str, Family] = {
     "PipeDream": PipeDream(),
@@ -79,11 +78,11 @@ def chimera_table2(depths: Sequence[int], multiples: Sequence[int], gems_toleran
     rows = []
     for scheme, row in published("chimera", "Table 2").items():
         for depth in depths:
-            rows += _table2(scheme, row, depth, multiples, Tolerance(gems_tolerance))
+            rows += _table2(scheme, row, depth, multiples, gems_tolerance)
     return Result.of(rows)
 
 
-def _table2(scheme: str, row: dict[str, str], depth: int, multiples: Sequence[int], gems: Tolerance) -> list[Row]:
+def _table2(scheme: str, row: dict[str, str], depth: int, multiples: Sequence[int], gems: str) -> list[Row]:
     family = SCHEMES[scheme]
     # What has no flush or is published as a limit is simulated long enough to show it.
     numbers = [depth * each for each in multiples] if scheme not in ("GEMS", "PipeDream", "2BW") else [64 * depth]
@@ -99,20 +98,20 @@ def _table2(scheme: str, row: dict[str, str], depth: int, multiples: Sequence[in
             f"bubble: {place}",
             tuple(value(row["bubble"], D=depth, N=number) for number in numbers),
             tuple(float(bubble(one, costs)) if scheme == "GEMS" else bubble(one, costs) for one in built),
-            gems if scheme == "GEMS" else EXACT,
+            gems if scheme == "GEMS" else "exact",
             note=note,
         ),
         Row(
             f"weights, least and most on a worker, in stages: {place}",
             tuple(value(each, D=depth) for each in row["weights"]),
             interval(weights(built[0])),
-            EXACT,
+            "exact",
         ),
         Row(
             f"activations, least and most on a worker, in micro-batches: {place}",
             tuple(value(each, D=depth, N=numbers[0]) for each in row["activations"]),
             interval(simulate(built[0], EQUAL).peak_activations),
-            EXACT,
+            "exact",
         ),
     ]
 
@@ -131,7 +130,7 @@ def chimera_table3(depths: Sequence[int], multiples: Sequence[int]) -> Result:
                     f"bubble: {place}, N={', '.join(map(str, numbers))}",
                     tuple(value(formulas["bubble"], N=number, **letters) for number in numbers),
                     tuple(map(bubble, built)),
-                    EXACT,
+                    "exact",
                     note=formulas["bubble"],
                 ),
                 Row(
@@ -141,7 +140,7 @@ def chimera_table3(depths: Sequence[int], multiples: Sequence[int]) -> Result:
                         *(value(each, **letters) for each in formulas["activations"]),
                     ),
                     (interval(weights(built[0]))[1], *interval(simulate(built[0], EQUAL).peak_activations)),
-                    EXACT,
+                    "exact",
                 ),
             ]
     return Result.of(rows)
@@ -162,7 +161,7 @@ def chimera_figure1(tolerances: dict[str, str]) -> Result:
                 f"{label}, D={depth}",
                 plotted[f"{label}(D{depth})"],
                 float(100 * found),
-                Tolerance(tolerances[label]),
+                tolerances[label],
                 "%",
                 note=note,
             )
@@ -179,15 +178,15 @@ def chimera_figure6() -> Result:
     printed = published("chimera", "Figure 6")
     forwards, backwards = chimera_critical_path(6, 6)
     rows = [
-        Row("forward passes on the critical path, D=N=6", printed["forwards"], forwards, EXACT),
-        Row("backward passes on the critical path, D=N=6", printed["backwards"], backwards, EXACT),
-        Row("time of an iteration by Eq. (1), F=1, B=2", printed["time"], chimera_time(6, 6, 1, 2), EXACT, "F"),
-        Row("the same, simulated", printed["time"], int(simulate(Chimera().build(6, 6)).makespan), EXACT, "F"),
+        Row("forward passes on the critical path, D=N=6", printed["forwards"], forwards, "exact"),
+        Row("backward passes on the critical path, D=N=6", printed["backwards"], backwards, "exact"),
+        Row("time of an iteration by Eq. (1), F=1, B=2", printed["time"], chimera_time(6, 6, 1, 2), "exact", "F"),
+        Row("the same, simulated", printed["time"], int(simulate(Chimera().build(6, 6)).makespan), "exact", "F"),
     ]
     for depth in (4, 6, 8, 16, 32):
         formula = value("(D-2)/(3N/2+D-2)", D=depth, N=depth)
         found = bubble(Chimera().build(depth, depth), Costs())
-        rows.append(Row(f"bubble with backward = 2 forward, D=N={depth}", formula, found, EXACT))
+        rows.append(Row(f"bubble with backward = 2 forward, D=N={depth}", formula, found, "exact"))
     return Result.of(rows)
 
 
@@ -204,9 +203,9 @@ def gpipe_figure2(devices: int, micro_batches: int) -> Result:
     slots = int(simulate(pipelined, EQUAL).makespan)
     return Result.of(
         [
-            Row("idle time without micro-batches", value(drawn["naive"], **letters), bubble(naive), EXACT),
-            Row("idle time with micro-batches", value(drawn["pipelined"], **letters), bubble(pipelined), EXACT),
-            Row("slots until the update, with micro-batches", drawn["slots"], slots, EXACT),
+            Row("idle time without micro-batches", value(drawn["naive"], **letters), bubble(naive), "exact"),
+            Row("idle time with micro-batches", value(drawn["pipelined"], **letters), bubble(pipelined), "exact"),
+            Row("slots until the update, with micro-batches", drawn["slots"], slots, "exact"),
         ]
     )
 
@@ -228,7 +227,7 @@ def flushes(ranks: int, micro_batches: int) -> Result:
         found = max(int(peak(points).total) for points in memory_over_time(schedule, memory))
         formula = printed["memory"][name]
         what = f"{name}, largest memory, d={ranks}, m={micro_batches}, W={1000}, A={90}, I={10}"
-        rows.append(Row(what, int(value(formula, m=micro_batches, d=ranks, **bytes_of)), found, EXACT, note=formula))
+        rows.append(Row(what, int(value(formula, m=micro_batches, d=ranks, **bytes_of)), found, "exact", note=formula))
     flush, gpipe = (simulate(families[name].build(ranks, ranks)).makespan for name in ("PipeDream-Flush", "GPipe"))
     busy = 3 * ranks  # without a bubble, which 2BW has none of
     rows.append(Row("GPipe over PipeDream-Flush, time of a batch", None, gpipe / flush, note="the same bubble"))
@@ -261,7 +260,7 @@ def other_formulas() -> Result:
                     f"{looped.name}, bubble over ideal time, p={ranks}, m={micro_batches}, v={virtual}",
                     Fraction(ranks - 1, virtual * micro_batches),
                     Fraction(timeline.makespan - ideal) / Fraction(ideal),
-                    EXACT,
+                    "exact",
                     note=f"(p-1)/(vm): {source}",
                 )
             )
@@ -274,13 +273,13 @@ def other_formulas() -> Result:
                     f"zero bubble H{times}, idle time in rank 0's span, p={ranks}, F=10, B=11, W=9",
                     (ranks - 1) * (10 + 11 - times * 9),
                     int(timeline.idle_in_span[0]),
-                    EXACT,
+                    "exact",
                     note=f"(p-1)(F+B-{'2' if times > 1 else ''}W): Qi et al., ICLR'24, Table 2",
                 )
             )
     dual = simulate(DualPipe().build(8, 20))
     peak = max(dual.peak_activations)
-    rows.append(Row("DualPipe, most activations on a rank, 8 ranks, 20 micro-batches", 9, peak, EXACT))
+    rows.append(Row("DualPipe, most activations on a rank, 8 ranks, 20 micro-batches", 9, peak, "exact"))
     drawn, found = Fraction(4, 28), bubble(BitPipe().build(4, 4), Costs())
-    rows.append(Row("BitPipe, bubble with backward = 2 forward, D=N=4, as drawn", drawn, found, EXACT))
+    rows.append(Row("BitPipe, bubble with backward = 2 forward, D=N=4, as drawn", drawn, found, "exact"))
     return Result.of(rows)

@@ -10,9 +10,8 @@ from torch import nn
 
 from recipes.models import AmoebaNet, GPipeTransformer, UNet, bert48, gpt2_chimera
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row
 
-EXACT = Tolerance("exact")
 GIB = 2**30
 RMSPROP = 12
 """Bytes for each parameter in GPipe's and torchgpipe's tables: the weight, its gradient, RMSProp's average."""
@@ -58,7 +57,7 @@ def chimera_table4() -> Result:
     """The models of Chimera's evaluation, and the first stages in its performance model."""
     makers = {"Bert-48": bert48, "GPT-2": gpt2_chimera, "GPT-2, 32 layers": lambda: gpt2_chimera(32)}
     rows = [
-        Row(f"parameters: {model}", count, parameters(makers[model]), EXACT)
+        Row(f"parameters: {model}", count, parameters(makers[model]), "exact")
         for model, count in published("chimera", "Table 4").items()
     ]
     for model, stages in published("chimera", "Performance model").items():
@@ -67,7 +66,7 @@ def chimera_table4() -> Result:
                 f"parameters of stage 0: {model}, D={depth}",
                 count,
                 sizes_of_stages(model, int(depth))[0],
-                EXACT,
+                "exact",
                 note="from the performance model of the published code",
             )
             for depth, count in stages.items()
@@ -88,23 +87,21 @@ def gpipe_table1(amoebanet: str, largest: str, transformer: str, memory: str, de
     table, rows = published("gpipe", "Table 1"), []
     for model, row in table["AmoebaNet-D"].items():
         count = _amoebanet(model)
-        tolerance = Tolerance(largest if model == "72,512" else amoebanet)
+        tolerance = largest if model == "72,512" else amoebanet
         rows.append(Row(f"parameters: AmoebaNet-D({model})", row["parameters"], count, tolerance))
         note = f"the printed memory is {1e9 * row['model'] / count:.1f} bytes for each parameter, in other columns 12"
         found = count * RMSPROP / 1e9
-        rows.append(
-            Row(f"model memory: AmoebaNet-D({model})", row["model"], found, Tolerance(decimal), "GB", note=note)
-        )
+        rows.append(Row(f"model memory: AmoebaNet-D({model})", row["model"], found, decimal, "GB", note=note))
     for layers, row in table["Transformer-L"].items():
         count = transformer_parameters(int(layers))
         swapped = layers == "3"
-        rows.append(Row(f"parameters: Transformer-{layers}", row["parameters"], count, Tolerance(transformer)))
+        rows.append(Row(f"parameters: Transformer-{layers}", row["parameters"], count, transformer))
         rows.append(
             Row(
                 f"model memory: Transformer-{layers}",
                 row["activations" if swapped else "model"],
                 count * RMSPROP / GIB,
-                Tolerance(memory),
+                memory,
                 "GiB",
                 note="printed as peak activation: the column's two values are swapped" if swapped else "",
             )
@@ -116,7 +113,7 @@ def gpipe_amoebanet_b(tolerance: str) -> Result:
     """The model of GPipe's accuracies."""
     count = parameters(lambda: AmoebaNet("b", 18, 512, wiring="tpu"))
     printed = published("gpipe", "Accuracy")["AmoebaNet-B(18,512)"]
-    return Result.of([Row("parameters: AmoebaNet-B(18,512)", printed, count, Tolerance(tolerance))])
+    return Result.of([Row("parameters: AmoebaNet-B(18,512)", printed, count, tolerance)])
 
 
 def torchgpipe_amoebanet(tolerance: str, memory: str) -> Result:
@@ -125,8 +122,8 @@ def torchgpipe_amoebanet(tolerance: str, memory: str) -> Result:
     for model, count, gib, balance in published("torchgpipe", "AmoebaNet-D memory"):
         found = _amoebanet(model)
         note = f"balance {balance}"
-        rows.append(Row(f"parameters: AmoebaNet-D({model})", count, found, Tolerance(tolerance), note=note))
-        rows.append(Row(f"model memory: AmoebaNet-D({model})", gib, found * RMSPROP / GIB, Tolerance(memory), "GiB"))
+        rows.append(Row(f"parameters: AmoebaNet-D({model})", count, found, tolerance, note=note))
+        rows.append(Row(f"model memory: AmoebaNet-D({model})", gib, found * RMSPROP / GIB, memory, "GiB"))
     return Result.of(rows)
 
 
@@ -136,7 +133,7 @@ def torchgpipe_unet(tolerance: str) -> Result:
     for model, count, _ in published("torchgpipe", "U-Net memory"):
         convolutions, channels = map(int, model.split(","))
         found = parameters(lambda convolutions=convolutions, channels=channels: UNet(convolutions, channels))  # type: ignore[misc]
-        rows.append(Row(f"parameters: U-Net({model})", count, found, Tolerance(tolerance)))
+        rows.append(Row(f"parameters: U-Net({model})", count, found, tolerance))
     return Result.of(rows)
 
 

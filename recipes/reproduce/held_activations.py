@@ -18,7 +18,7 @@ from lightning_pipe.simulate import simulate
 from lightning_pipe.transport.base import Transport
 from recipes.reproduce.bubbles import value
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row
 
 NAMES = {"1F1B": "1f1b", "V-ZB": "zero_bubble_v", "V-Half": "vhalf", "V-Min": "vmin"}
 """Ours for the paper's."""
@@ -40,12 +40,12 @@ def controllable_memory(ranks: Sequence[int], many: int, tolerance: str) -> Resu
         for scheme, held in zip(families, found, strict=True):
             formula = published("controllable_memory", "Activations")[scheme]
             what = f"{scheme}, most micro-batches held on a rank, p={number}, counted by the engine"
-            rows.append(Row(what, value(formula, p=number), held, Tolerance("exact"), note=formula))
+            rows.append(Row(what, value(formula, p=number), held, "exact", note=formula))
     for scheme, share in published("controllable_memory", "Abstract").items():
         peak = max(simulate(families[scheme].build(many, 2 * many)).peak_activations)
         found_share = Fraction(peak, families[scheme].stages_per_rank * many)
         what = f"{scheme}, share of 1F1B's activations, p={many}, simulated"
-        rows.append(Row(what, value(share), found_share, Tolerance(tolerance)))
+        rows.append(Row(what, value(share), found_share, tolerance))
     return Result.of(rows)
 
 

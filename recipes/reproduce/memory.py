@@ -12,9 +12,8 @@ from recipes.reproduce.counted import sizes_of_stages
 from recipes.reproduce.pictures import bars
 from recipes.reproduce.piz_daint import BLOCKS, SAMPLE, Machine
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance, near, shares
+from recipes.reproduce.results import Result, Row, near, shares
 
-EXACT = Tolerance("exact")
 BLOCK = {"Bert-48": (128, 1024, 16), "GPT-2": (632, 1280, 20), "GPT-2, 32 layers": (632, 1280, 20)}
 """Sequence, width, heads."""
 
@@ -93,7 +92,7 @@ def figure9(machine: Machine, set_ups: dict[str, Sequence[str | int]]) -> Result
             own[f"{label}, {scheme}"] = machine.allocator * max(found[scheme])
     block = activation(*BLOCK["Bert-48"]) / 2**20
     measured = published("chimera", "P100 profile")["activation_MiB"]
-    rows.append(Row("activations of a Bert block, profiled by the authors", measured, block, Tolerance("0.1 %"), "MiB"))
+    rows.append(Row("activations of a Bert block, profiled by the authors", measured, block, "0.1 %", "MiB"))
     caption = (
         "Figure 9 of Chimera, digitised, beside the memory model; published bars that end at 16.8 GB ran out of memory."
     )
@@ -109,7 +108,7 @@ def _set_up(machine: Machine, label: str, found: dict[str, tuple[float, ...]]) -
         if "min" not in read:
             room = f"{machine.allocator * max(values):.1f} GB"
             told = ["out of memory", "fits"][fits(machine, max(values))]
-            yield Row(f"{label}: {scheme}, memory", "out of memory", told, EXACT, note=f"{room}; {note}")
+            yield Row(f"{label}: {scheme}, memory", "out of memory", told, "exact", note=f"{room}; {note}")
             continue
         for which, value in (("largest", max(values)), ("smallest", min(values))):
             key = which.removesuffix("est").replace("larg", "max").replace("small", "min")
@@ -119,7 +118,7 @@ def _set_up(machine: Machine, label: str, found: dict[str, tuple[float, ...]]) -
     apart = abs(printed["Chimera"]["max"] / printed["DAPPLE"]["max"] - 1)
     pair = (printed["Chimera"]["max"] > printed["DAPPLE"]["max"], most["Chimera"] > most["DAPPLE"])
     more, own = ("more" if each else "less" for each in pair)
-    yield Row(f"{label}: Chimera beside DAPPLE", more, own, EXACT, note=f"the published values are {apart:.0%} apart")
+    yield Row(f"{label}: Chimera beside DAPPLE", more, own, "exact", note=f"the published values are {apart:.0%} apart")
     order = ["GEMS", "DAPPLE", "2BW", "PipeDream"]
     told = " < ".join(sorted(order, key=lambda scheme: most[scheme]))
-    yield Row(f"{label}: order", " < ".join(order), told, EXACT)
+    yield Row(f"{label}: order", " < ".join(order), told, "exact")

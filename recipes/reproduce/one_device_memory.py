@@ -20,7 +20,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.single_process import SingleProcess
 from recipes.errors import RecipeError
 from recipes.models import AmoebaNet, GPipeTransformer
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row
 
 MIB = 2**20
 NAIVE, GPIPE = "naive", "gpipe"
@@ -61,7 +61,7 @@ def table1(models: dict[str, dict[str, Any]], micro_batches: int) -> Result:
                 f"{title}: parameters that GPipe trains over those that fit naively, one device",
                 round(printed, 3),
                 growth,
-                Tolerance(model["tolerance"]),
+                model["tolerance"],
                 note=f"{found[NAIVE][1]:,} and {found[GPIPE][1]:,} parameters; {model['reason']}",
             )
         )

@@ -24,7 +24,7 @@ from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
 from recipes import config, job
 from recipes.reproduce.pictures import curves
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row
 from tests.support.threads import run_threads, thread_world
 
 LAST = 10
@@ -81,7 +81,7 @@ def _rows(title: str, found: Curves, flushed: Sequence[str], tolerance: str) -> 
             note += f"; standard deviation over seeds {spread:.4f}; at the first step {starts:.4f}"
             yield Row(f"{title}, {name}: loss at the end", None, statistics.fmean(values), unit="nats", note=note)
         elif name in flushed:
-            yield Row(what, 0.0, statistics.fmean(apart), Tolerance(tolerance), "nats", note=note)
+            yield Row(what, 0.0, statistics.fmean(apart), tolerance, "nats", note=note)
         elif name == MICRO_BATCHED:
             yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}{SEEN}")
         else:

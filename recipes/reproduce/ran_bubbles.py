@@ -9,7 +9,7 @@ from lightning_pipe.schedules import Family, Interleaved, InterleavedZeroBubble,
 from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.bubbles import SCHEMES, value
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row
 from recipes.reproduce.sleeping import Case, bubbles, family_of
 
 BUSY = "measured with processes that sleep: a machine that is busy with something else wakes them late"
@@ -53,7 +53,7 @@ def _row(scheme: str, number: int, depth: int, found: float, tolerance: str) -> 
         f"{scheme}, D={depth}, N={number}",
         float(value(formula, D=depth, N=number)),
         found,
-        Tolerance(tolerance),
+        tolerance,
         note=f"{formula}{limit}; {BUSY}",
     )
 
@@ -83,7 +83,7 @@ def _later(variants: list[Family], found: list[float], ranks: int, number: int, 
             f"{family.label}, p={ranks}, m={number}",
             formula,
             bubble,
-            Tolerance(tolerance),
+            tolerance,
             note=f"simulated {simulated:.4g}; {BUSY}",
         )
 

@@ -18,7 +18,7 @@ from lightning_pipe.transport.single_process import SingleProcess
 from recipes.models.resnet import resnet101
 from recipes.models.unet import UNet
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row
 
 FORMULA = 3 / 3.5
 """Forward pass 1, backward pass 2, for half of the samples the forward pass again: 3 of 3.5 units of work."""
@@ -39,10 +39,10 @@ def cost(formula: str, timed: str, rounds: int) -> Result:
     ):
         printed = published("torchgpipe", f"{model} speed")["pipelines"][0][2]
         what = f"{model}: speed of pipeline-1 over the baseline"
-        rows.append(Row(f"{what}, counted", printed, FORMULA, Tolerance(formula), note="3 / 3.5 units of work"))
+        rows.append(Row(f"{what}, counted", printed, FORMULA, formula, note="3 / 3.5 units of work"))
         found = measured(net, sample, rounds)
         note = f"median of {rounds} pairs on one thread, a smaller {model}; a busy machine disturbs it"
-        rows.append(Row(f"{what}, timed", printed, found, Tolerance(timed), note=note))
+        rows.append(Row(f"{what}, timed", printed, found, timed, note=note))
     return Result.of(rows)
 
 
@@ -58,7 +58,7 @@ def breakdown(tolerance: str) -> Result:
             "recomputation over computation",
             round(printed["recompute"] / printed["computation"], 3),
             1 / 3,
-            Tolerance(tolerance),
+            tolerance,
             note="one forward pass more for a forward pass and a backward pass of two",
         )
     ]

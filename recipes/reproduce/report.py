@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
 
 from recipes.reproduce.experiments import Experiment
-from recipes.reproduce.results import Result, entry, shown
+from recipes.reproduce.results import Result, shown
 
 HEAD = ("value", "published", "here", "difference", "tolerance", "verdict", "note")
 MEANINGS = {
@@ -122,7 +122,7 @@ def _rows(outcome: Outcome) -> str:
         # A note counts for the rows below it as well, but where a value does not come out it always stands.
         note = row.note if missed or row.note != before else ""
         verdict = f"**{row.verdict}**" if missed else row.verdict
-        tolerance = row.tolerance.text if row.tolerance else ""
+        tolerance = row.tolerance or ""
         lines.append((row.what, published, reproduced, row.difference, tolerance, verdict, note))
         before = row.note
     return f"{title}\n\n{table(HEAD, lines)}"
@@ -138,7 +138,7 @@ def as_json(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         one = outcome.experiment
         source = {"paper": one.source.paper, "place": one.source.place, "citation": one.citation()}
-        rows = [entry(row) | {"difference": row.difference, "verdict": row.verdict} for row in outcome.result.rows]
+        rows = [asdict(row) | {"difference": row.difference, "verdict": row.verdict} for row in outcome.result.rows]
         about = {"experiment": one.name, "title": one.title, "source": source, "how": one.how, "set_up": one.set_up}
         told.append(about | {"why": outcome.not_run or one.why, "stored": outcome.stored, "rows": rows})
     return json.dumps(told, indent=2, ensure_ascii=False, default=str) + "\n"

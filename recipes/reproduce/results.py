@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from recipes.errors import RecipeError
 
+STORED = Path(__file__).with_name("stored")
 Value = int | float | Fraction | str | tuple[int | float | Fraction | str, ...]
 Verdict = Literal["reproduced", "near", "in sample", "not reproduced", "shown", "not possible here", "not run"]
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far a reproduced value may be from the published one.
+def holds(tolerance: str, published: Value, reproduced: Value) -> bool:
+    """Whether a value is within a tolerance.
 
     Args:
-        text: ``"exact"``, a share of the published value as ``"6 %"``, or an absolute one as ``"0.03"``.
+        tolerance: how far it may be from the published one: ``"exact"``, a share of that as ``"6 %"``, or an absolute
+            one as ``"0.03"``.
+        published: by the paper.
+        reproduced: here.
+
+    Example:
+        >>> holds("6 %", 3.5, 3.385), holds("0.03", 0.25, 0.2589)
+        (True, True)
     """
-
-    text: str
-
-    def __post_init__(self) -> None:
-        if self.text != "exact" and re.fullmatch(r"\d+(\.\d+)?(e-\d+)?( %)?", self.text) is None:
-            raise RecipeError(f"{self.text!r} is no tolerance.", hint="Write exact, 6 % or 0.03.")
-
-    def holds(self, published: Value, reproduced: Value) -> bool:
-        """Whether the value is within the tolerance.
-
-        Example:
-            >>> Tolerance("6 %").holds(3.5, 3.385), Tolerance("0.03").holds(0.25, 0.2589)
-            (True, True)
-        """
-        if self.text == "exact":
-            return published == reproduced
-        if isinstance(published, tuple) and isinstance(reproduced, tuple):
-            return len(published) == len(reproduced) and all(map(self.holds, published, reproduced))
-        if isinstance(published, str | tuple) or isinstance(reproduced, str | tuple):
-            return published == reproduced
-        share = self.text.endswith("%")
-        limit = float(self.text.rstrip(" %"))
-        allowed = limit / 100 * abs(float(published)) if share else limit
-        return abs(float(reproduced) - float(published)) <= allowed * (1 + 1e-12)
+    if tolerance == "exact":
+        return published == reproduced
+    if isinstance(published, tuple) and isinstance(reproduced, tuple):
+        return len(published) == len(reproduced) and all(map(partial(holds, tolerance), published, reproduced))
+    if isinstance(published, str | tuple) or isinstance(reproduced, str | tuple):
+        return published == reproduced
+    limit = float(tolerance.rstrip(" %"))
+    allowed = limit / 100 * abs(float(published)) if tolerance.endswith("%") else limit
+    return abs(float(reproduced) - float(published)) <= allowed * (1 + 1e-12)
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Row:
         what: the value, with the set-up that distinguishes it from its neighbours.
         published: by the paper; ``None`` for what goes beyond it.
         reproduced: here; ``None`` where that is not possible, with the reason in ``note``.
-        tolerance: ``None`` where the value is shown without a claim.
+        tolerance: as `holds` takes it; ``None`` where the value is shown without a claim.
         unit: of both values.
         in_sample: constants were fitted to the published value, so that it says nothing to come near it.
         note: a reason, or what the value rests on.
@@ -66,11 +61,16 @@ class Row:
     what: str
     published: Value | None
     reproduced: Value | None
-    tolerance: Tolerance | None = None
+    tolerance: str | None = None
     unit: str = ""
     in_sample: bool = False
     note: str = ""
-    near: Tolerance | None = None
+    near: str | None = None
+
+    def __post_init__(self) -> None:
+        for text in (self.tolerance, self.near):
+            if text not in (None, "exact") and re.fullmatch(r"\d+(\.\d+)?(e-\d+)?( %)?", str(text)) is None:
+                raise RecipeError(f"{text!r} is no tolerance.", hint="Write exact, 6 % or 0.03.")
 
     @property
     def verdict(self) -> Verdict:
@@ -79,9 +79,9 @@ class Row:
             return "not possible here"
         if self.published is None or self.tolerance is None:
             return "shown"
-        if self.tolerance.holds(self.published, self.reproduced):
+        if holds(self.tolerance, self.published, self.reproduced):
             return "in sample" if self.in_sample else "reproduced"
-        if self.near is not None and self.near.holds(self.published, self.reproduced):
+        if self.near is not None and holds(self.near, self.published, self.reproduced):
             return "in sample" if self.in_sample else "near"
         return "not reproduced"
 
@@ -100,20 +100,11 @@ class Row:
         return f"{float(pairs[0][1]):+.3g}" if pairs and not several else ""
 
 
-def entry(row: Row) -> dict[str, Any]:
-    """A row as JSON has it; the writer says what becomes of fractions."""
-    limits = ((name, getattr(row, name)) for name in ("tolerance", "near"))
-    return asdict(row) | {name: limit.text if limit else None for name, limit in limits}
-
-
-TEN, TWENTY = Tolerance("10 %"), Tolerance("20 %")
-
-
 def near(
     what: str, published: Value, reproduced: Value, unit: str = "", in_sample: bool = False, note: str = ""
 ) -> Row:
     """A simulated value: reproduced within 10 %, near within 20 %. The arguments are those of `Row`."""
-    return Row(what, published, reproduced, TEN, unit, in_sample, note, TWENTY)
+    return Row(what, published, reproduced, "10 %", unit, in_sample, note, "20 %")
 
 
 def shares(rows: Iterable[Row]) -> Row:
@@ -150,6 +141,33 @@ class Result:
     def of(cls, rows: Iterable[Row], *pictures: Picture) -> Result:
         """From any rows."""
         return cls(tuple(rows), pictures)
+
+
+def store(name: str, result: Result, about: str, folder: Path = STORED) -> None:
+    """Keeps the result of an experiment that takes long, in the place of an earlier one: ``all`` shows it.
+
+    Args:
+        name: of the experiment.
+        result: its rows and pictures.
+        about: machine, date, and how long it took.
+        folder: where.
+    """
+    content = json.dumps({"about": about, **asdict(result)}, indent=1, ensure_ascii=False, default=float)
+    (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
+
+
+def stored(name: str, folder: Path = STORED) -> tuple[Result, str] | None:
+    """A result that was kept, and what it says of itself; ``None`` if there is none."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), object_hook=_tuples)
+    pictures = (Picture(**one) for one in content["pictures"])
+    return Result.of((Row(**one) for one in content["rows"]), *pictures), content["about"]
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
 
 
 def shown(value: Value | None) -> str:

@@ -16,7 +16,7 @@ from lightning_pipe.schedules.passes.recompute import insert_recompute
 from lightning_pipe.simulate import Costs, simulate
 from recipes.models import AmoebaNet, UNet, resnet101
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance, near, shares
+from recipes.reproduce.results import Result, Row, near, shares
 
 
 def time_per_batch(stages: Sequence[float], micro_batches: int, keep_last: bool = False) -> float:
@@ -114,7 +114,7 @@ def torchgpipe_speed(model: str, image: int, counted: str) -> Result:
         stages = cut(flops, best_cut(flops, devices))
         found = whole / time_per_batch(stages, micro_batches, keep_last=True)
         what = f"{devices} device{'s' if devices > 1 else ''}, {micro_batches} micro-batches, over the baseline"
-        one = Row(what, speed, found, Tolerance(counted), note=note)
+        one = Row(what, speed, found, counted, note=note)
         rows.append(one if devices == 1 else near(what, speed, found, note=note))
     return Result.of(rows)
 

@@ -14,10 +14,9 @@ from recipes.reproduce.memory import DEVICE, fits, peaks
 from recipes.reproduce.pictures import bars, lines, picture
 from recipes.reproduce.piz_daint import Machine
 from recipes.reproduce.published import published
-from recipes.reproduce.results import Result, Row, Tolerance, near, shares
+from recipes.reproduce.results import Result, Row, near, shares
 
 UNIT = "sequences/s"
-EXACT = Tolerance("exact")
 FITTED = "constants are fitted to this bar"
 OWN = "the paper prints no time of a single pass or message, only the whole"
 Points = dict[str, list[tuple[float, float]]]
@@ -36,7 +35,7 @@ def _order(what: str, printed: Mapping[str, float], found: Mapping[str, float]) 
     theirs, own = (" > ".join(sorted(each, key=lambda name, each=each: -each[name])) for each in (printed, found))  # type: ignore[misc]
     ours = sorted((found[name] for name in printed), reverse=True)
     closest = min(high / low for high, low in pairwise(ours))
-    return Row(what, theirs, own, EXACT, note=f"the closest of ours are {100 * (closest - 1):.1f} % apart")
+    return Row(what, theirs, own, "exact", note=f"the closest of ours are {100 * (closest - 1):.1f} % apart")
 
 
 def figure10(machine: Machine, nodes: int, total: int, recomputed: dict[str, int], reasons: dict[str, str]) -> Result:
@@ -106,7 +105,7 @@ def _tuning(
         best, own = (max(each[scheme], key=lambda label, each=each: each[scheme][label]) for each in (printed, found))  # type: ignore[misc]
         lost = 1 - printed[scheme][own] / printed[scheme][best]
         note = f"on the authors' machine {own} is {100 * lost:.0f} % slower than {best}"
-        rows.append(Row(f"{scheme}: fastest set-up", best, own, EXACT, note=note))
+        rows.append(Row(f"{scheme}: fastest set-up", best, own, "exact", note=note))
         name = f"{figure}: {scheme}, {title}"
         pictures.append(bars(name, printed[scheme], speeds, f"throughput ({UNIT})", _caption(figure)))
     best_of = [{scheme: max(each[scheme].values()) for scheme in each} for each in (printed, found)]
@@ -137,7 +136,7 @@ def figure12(machine: Machine, depth: int, batch: int, sequences: int, tolerance
         )
         reason = f"a sum beside compute slows nothing down here; against sums at the end alone it is {some / late:.3f}"
         what = f"eager-sync-opt over eager-sync, {nodes} nodes"
-        rows.append(Row(what, printed, some / eager, Tolerance(tolerance), note=reason))
+        rows.append(Row(what, printed, some / eager, tolerance, note=reason))
     return Result.of(rows)
 
 
@@ -165,7 +164,7 @@ def figure13(machine: Machine, set_ups: dict[str, dict[str, list[int]]], best: s
         chosen = max(by_equation, key=lambda label: by_equation[label])
         lost = 1 - figure["measured"][chosen] / max(figure["measured"].values())
         what = f"{model}: slower than the fastest, the set-up that Equation (1) chooses"
-        picks.append(Row(what, 0.0, round(100 * lost, 1), Tolerance(best), "%", note=f"it chooses {chosen}"))
+        picks.append(Row(what, 0.0, round(100 * lost, 1), best, "%", note=f"it chooses {chosen}"))
     title = "Figure 13: Chimera's throughput by depth and width"
     drawn = bars(title, measured, own, f"throughput ({UNIT})", _caption("Figure 13"))
     return Result.of([shares(rows), *rows, *picks], drawn)
@@ -231,7 +230,7 @@ def weak_scaling(
         note = "a sum over more replicas takes hardly longer by Rabenseifner's formula, whatever the constants are"
         efficiency = published("chimera", "Section 4")["parallel efficiency"]
         what = f"the text: Chimera's parallel efficiency from {int(first)} to {int(last):,} nodes"
-        rows.append(Row(what, efficiency, grown, Tolerance("2 %"), note=note))
+        rows.append(Row(what, efficiency, grown, "2 %", note=note))
     axes = ("nodes", f"throughput ({UNIT})")
     caption = f"{_caption(figure)} Both axes grow by factors."
     title = f"{figure}: weak scaling of {model}"
@@ -353,7 +352,7 @@ def figure19(machine: Machine, nodes: int, total: int, bests: dict[str, str]) ->
             for points_of, value in zip(drawn, (speed, own[pipes]), strict=True):
                 points_of.setdefault(place, []).append((pipes, value))
         fastest = str(max(own, key=lambda pipes: own[pipes]))
-        rows.append(Row(f"{place}: fastest number of pipelines", bests[place], fastest, EXACT, note=OWN))
+        rows.append(Row(f"{place}: fastest number of pipelines", bests[place], fastest, "exact", note=OWN))
     axes = ("pipelines", f"throughput ({UNIT})")
     title = "Figure 19: two to sixteen pipelines, GPT-2 with 32 layers on 64 nodes"
     return Result.of([shares(rows), *rows], picture(title, lines(*drawn, axes), _caption("Figure 19")))
@@ -392,4 +391,4 @@ def _memory(
         words = ["out of memory", "fits"]
         note = f"{machine.allocator * most:.1f} GB by the model of Figure 9"
         printed, own = words[plotted[scheme] != "OOM"], words[fits(machine, most)]
-        yield Row(f"{scheme}: without recomputation in {DEVICE:.0f} GB", printed, own, EXACT, note=note)
+        yield Row(f"{scheme}: without recomputation in {DEVICE:.0f} GB", printed, own, "exact", note=note)

@@ -18,15 +18,13 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family, PipeDream, PipeDream2BW
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
-from recipes.reproduce.results import Result, Row, Tolerance
+from recipes.reproduce.results import Result, Row
 from tests.support.threads import run_threads, thread_world
 
 WIDTH, ROWS, RATE, MOMENTUM = 6, 8, 0.1, 0.9
 Batches = Sequence[Tensor]
 Version = Callable[[int, int], int]
 """``version(stage, t)``: the steps that the stage's weights have seen that batch ``t`` runs on."""
-
-EXACT = Tolerance("exact")
 
 
 class _Layer(nn.Linear):
@@ -131,7 +129,7 @@ def rules(ranks: int, batches: int, tolerance: str) -> Result:
         batches: training steps.
         tolerance: of the weights' largest difference, in double precision.
     """
-    given, last, near = data(batches), ranks - 1, Tolerance(tolerance)
+    given, last, near = data(batches), ranks - 1, tolerance
     cases: list[tuple[str, Family, int, Version, list[int]]] = [
         (
             "PipeDream: w(t+1) = w(t) - r grad(w_1(t-n+1), …, w_n(t))",
@@ -164,7 +162,9 @@ def rules(ranks: int, batches: int, tolerance: str) -> Result:
             rows.append(Row(told, 0.0, far, near))
             if versions and not momentum:
                 note = "by rank, the first first"
-                rows.append(Row(f"{what.split(':')[0]}: versions held", tuple(versions), tuple(held), EXACT, note=note))
+                rows.append(
+                    Row(f"{what.split(':')[0]}: versions held", tuple(versions), tuple(held), "exact", note=note)
+                )
     plain = rule(given, ranks, lambda s, t: t, MOMENTUM)
     for name in schedules.names():
         family = schedules.get(name)
@@ -193,7 +193,7 @@ def batch_norm(samples: int, micro_batches: Sequence[int], tolerance: str) -> Re
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             far = farthest([getattr(found[0], name)], [getattr(whole[0], name)])
             what = f"{name}, {samples} samples in {number} micro-batches, beside the whole batch"
-            rows.append(Row(what, 0.0, far, Tolerance(tolerance)))
+            rows.append(Row(what, 0.0, far, tolerance))
     plain = _norms()
     for part in batch.tensor_split(number):
         plain[0](part)
