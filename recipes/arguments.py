@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from datetime import timedelta
 from enum import Enum
@@ -25,6 +25,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 ARGUMENTS, FACTORY = "arguments", "factory"
@@ -52,6 +53,16 @@ def taken(target: str) -> dict[str, str]:
     return TAKEN.get(target, {})
 
 
+@functools.cache
+def signature(target: str) -> Mapping[str, inspect.Parameter]:
+    """All arguments; where an annotation cannot be evaluated, as one that is imported for type checkers alone, any."""
+    made = get_object(target)
+    try:
+        return inspect.signature(made, eval_str=True).parameters
+    except (NameError, AttributeError, SyntaxError):
+        return {name: one.replace(annotation=Any) for name, one in inspect.signature(made).parameters.items()}
+
+
 def parameters(target: str, *, partial: bool = False) -> dict[str, inspect.Parameter]:
     """The arguments that are keys.
 
@@ -59,40 +70,18 @@ def parameters(target: str, *, partial: bool = False) -> dict[str, inspect.Param
         target: what is configured.
         partial: what calls it later gives the arguments that have no default.
     """
-    given, left_out = inspect.signature(get_object(target)).parameters.values(), taken(target)
     return {
         one.name: one
-        for one in given
+        for one in signature(target).values()
         if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        and one.name not in left_out
+        and one.name not in taken(target)
         and not (partial and one.default is one.empty)
     }
 
 
 def takes_any(target: str) -> bool:
     """Whether any name may be a key, because the target takes ``**kwargs``."""
-    given = inspect.signature(get_object(target)).parameters.values()
-    return any(one.kind is one.VAR_KEYWORD for one in given)
-
-
-@functools.cache
-def types_of(target: str) -> dict[str, Any]:
-    """The arguments' annotations, as far as they can be evaluated."""
-    made = get_object(target)
-    signature = inspect.signature(made)
-    names = vars(inspect.getmodule(made))
-    return {name: _evaluated(one.annotation, names) for name, one in signature.parameters.items()}
-
-
-def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
-    if annotation is inspect.Parameter.empty:
-        return Any
-    if not isinstance(annotation, str):
-        return annotation
-    try:
-        return eval(annotation, dict(names))
-    except (NameError, AttributeError, TypeError, SyntaxError):  # imported for type checkers alone
-        return Any
+    return any(one.kind is one.VAR_KEYWORD for one in signature(target).values())
 
 
 def words(hint: Any) -> tuple[str, ...] | None:
@@ -122,52 +111,23 @@ def schema(target: str, *, partial: bool = False) -> Any:
         target: what is configured, such as "torch.optim.AdamW".
         partial: it is completed later: a node that Hydra makes a `functools.partial` of.
     """
-    found, hints = parameters(target, partial=partial), types_of(target)
+    found = parameters(target, partial=partial)
     own: dict[str, Any] = {"_target_": target} | ({"_partial_": True} if partial else {})
+    values = {name: MISSING if one.default is one.empty else plain(one.default) for name, one in found.items()}
     if takes_any(target):
-        return OmegaConf.create(own | {name: _plain_default(one) for name, one in found.items()})
-    listed: list[Any] = [(name, Any, field(default=value)) for name, value in own.items()]
-    listed += [(name, expressible(hints[name]), _default(one)) for name, one in found.items()]
-    return make_dataclass(target.rpartition(".")[2], listed)
+        return OmegaConf.create(own | values)
+    listed = [(name, Any, field(default=value)) for name, value in own.items()]
+    return make_dataclass(target.rpartition(".")[2], [*listed, *(_key(found[name], values[name]) for name in found)])
 
 
-def expressible(hint: Any) -> Any:
-    """The type of a key for an argument of this type: `Any` where a configuration has no words for it.
-
-    Example:
-        >>> expressible(Literal["b", "d"]), expressible(Sequence[float] | None), expressible(int | Literal["auto"])
-        (<class 'str'>, typing.Optional[list[float]], typing.Union[int, str])
-        >>> expressible(timedelta)
-        typing.Any
-    """
-    found = {_expressible(one) for one in _members(hint) if one is not type(None)}
-    optional = type(None) in _members(hint)
-    if Any in found or (len(found) > 1 and not found <= set(PRIMITIVES)):
-        return Any
-    members = sorted(found, key=lambda one: PRIMITIVES.index(one) if one in PRIMITIVES else 0)
-    return Union[(*members, type(None))] if optional else Union[tuple(members)]  # noqa: UP007  # a tuple of types
-
-
-def _expressible(hint: Any) -> Any:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint in PRIMITIVES or (isinstance(hint, type) and issubclass(hint, Enum)):
-        return hint
-    if origin is Literal:
-        kinds = {type(word) for word in inner}
-        return kinds.pop() if len(kinds) == 1 and kinds <= set(PRIMITIVES) else Any
-    if origin in (list, tuple, Sequence):
-        kinds = {_expressible(one) for one in inner if one is not ...}
-        return list[kinds.pop()] if len(kinds) == 1 and kinds <= set(PRIMITIVES) else Any  # type: ignore[misc]
-    return Any
-
-
-def _plain_default(parameter: inspect.Parameter) -> Any:
-    return MISSING if parameter.default is parameter.empty else plain(parameter.default)
-
-
-def _default(parameter: inspect.Parameter) -> Any:
-    value = _plain_default(parameter)
-    return field(default_factory=lambda: value) if isinstance(value, list | dict) else field(default=value)
+def _key(argument: inspect.Parameter, default: Any) -> tuple[str, Any, Any]:
+    """The field of an argument, of its type where OmegaConf has that in a configuration, else of any."""
+    key = argument.name, argument.annotation, field(default_factory=lambda: default)
+    try:
+        OmegaConf.structured(make_dataclass("Key", [key]))
+    except OmegaConfBaseException:
+        return argument.name, Any, key[2]
+    return key
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -147,10 +147,12 @@ def _check_words(path: str, node: DictConfig) -> None:
     """Refuses a word that an argument's `Literal` does not have."""
     if "_target_" not in node:
         return
-    for key, hint in arguments.types_of(node["_target_"]).items():
+    for key, argument in arguments.signature(node["_target_"]).items():
+        hint = argument.annotation
         known = None if key not in node or OmegaConf.is_missing(node, key) else arguments.words(hint)
-        if known and isinstance(node[key], str) and node[key] not in known:
-            near = difflib.get_close_matches(node[key], known, n=1)
+        only = get_origin(hint) is Literal  # elsewhere what is no word may be of another type
+        if known and (only or isinstance(node[key], str)) and node[key] not in (get_args(hint) if only else known):
+            near = difflib.get_close_matches(str(node[key]), known, n=1)
             question = f"Did you mean {near[0]}? " if near else ""
             raise RecipeError(f"{path}{key}={node[key]} is unknown.", hint=f"{question}There are {', '.join(known)}.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -81,7 +81,7 @@ def warmup_milestones(
     steps: int,
     epochs: float = 90.0,
     warmup: float = 4.0,
-    milestones: Sequence[float] = (30.0, 60.0, 80.0),
+    milestones: tuple[float, ...] = (30.0, 60.0, 80.0),
     rate: float = 0.1,
 ) -> LambdaLR:
     """Linear warm-up, and steps down at given epochs: ResNet's.

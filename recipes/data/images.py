@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ class ImageFolder(ResumableData):
         noise: float = 0.0,
         batch_size: int = 32,
         classes: int = 1000,
-        labels: Sequence[int] | None = None,
+        labels: tuple[int, ...] | None = None,
         seed: int = 1,
         workers: int = 0,
     ) -> None:

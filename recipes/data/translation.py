@@ -163,7 +163,7 @@ class ParallelText(Prepared):
         source: str = "auto",
         files: str | None = None,
         name: str = NAME,
-        pairs: Sequence[str] = ("de-en", "fr-en"),
+        pairs: tuple[str, ...] = ("de-en", "fr-en"),
         temperature: float = 5.0,
         vocabulary: int = 64_000,
         tokenizer: str | None = None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
@@ -39,7 +37,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.body(image) + self.shortcut(image))
 
 
-def resnet101(classes: int = 1000, *, blocks: Sequence[int] = BLOCKS, width: int = 64) -> nn.Sequential:
+def resnet101(classes: int = 1000, *, blocks: tuple[int, ...] = BLOCKS, width: int = 64) -> nn.Sequential:
     """ResNet-101 as one sequence: stem, 33 blocks, head.
 
     Args:
