@@ -12,13 +12,16 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hydra.errors import ConfigCompositionException, OverrideParseException
+
+from recipes import config
+from recipes.config import CONF
 from recipes.errors import RecipeError
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
-CONF = Path(__file__).resolve().parents[1] / "conf"
 HARMLESS = (
     ".*does not have many workers.*",  # batches of ready tokens cost nothing to load
     ".*isinstance\\(treespec, LeafSpec\\).*",  # lightning 2.6 under torch 2.13
@@ -84,10 +87,23 @@ def threads(number: int | None) -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def read() -> None:
-    """Replaces this process's command line by `arguments`, and reads ``.env`` into its environment."""
-    sys.argv[1:] = arguments(sys.argv[1:])
-    load_environment()
+def run(command: Callable[[], None], *words: str) -> None:
+    """Runs a command of Hydra's with `arguments` and what is in ``.env``; a mistake of the user's ends with a sentence.
+
+    Args:
+        command: what `hydra.main` has made.
+        words: that stand before those of the command line.
+    """
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    config.register()
+    try:
+        sys.argv[1:] = [*words, *arguments(sys.argv[1:])]
+        load_environment()
+        command()
+    except (ConfigCompositionException, OverrideParseException) as error:
+        sys.exit(str(config.explain(error)))
+    except RecipeError as error:
+        sys.exit(str(error))
 
 
 def load_environment() -> None:

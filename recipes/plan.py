@@ -5,12 +5,10 @@ The model is built without weights, so any size can be planned anywhere.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 
 import hydra
-from hydra.errors import ConfigCompositionException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -66,16 +64,5 @@ def plans(settings: DictConfig) -> Iterator[str]:
             yield f"{ranks} ranks: {error}"
 
 
-def main() -> None:
-    """Runs the command line; a mistake of the user's ends with a sentence."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    config.register()
-    sys.argv[1:] = ["hydra=plan", *command_line.arguments(sys.argv[1:])]
-    try:
-        show()
-    except (ConfigCompositionException, OverrideParseException) as error:
-        sys.exit(str(config.explain(error)))
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run(show, "hydra=plan")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import shutil
 import sys
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -35,8 +31,6 @@ def train(settings: DictConfig) -> float:
         if told is None:
             printed.error("This run has failed.", exc_info=True)  # its traceback is on the screen already
             raise
-        if command_line.rank() == 0:
-            forget(Path(HydraConfig.get().runtime.output_dir))
         sys.exit(told if command_line.rank() == 0 or isinstance(error, RecipeError) else 1)
 
 
@@ -52,19 +46,6 @@ def check_sweep(settings: DictConfig) -> None:
             f"trainer.devices={devices} needs processes that the job of a sweep cannot start.",
             hint=f"Start the sweep by torchrun --standalone --nproc-per-node {devices} -m recipes.train -m …",
         )
-
-
-def forget(output: Path) -> None:
-    """Removes the folder of a run that has written nothing but what Hydra writes before it begins.
-
-    Args:
-        output: the run's folder.
-    """
-    if {path.name for path in output.glob("*")} <= {".hydra"}:
-        shutil.rmtree(output, ignore_errors=True)
-        if output.parent != Path.cwd():
-            with contextlib.suppress(OSError):  # other runs are there
-                output.parent.rmdir()
 
 
 def run(settings: DictConfig) -> float:
@@ -84,18 +65,5 @@ def run(settings: DictConfig) -> float:
     return report.after.get(settings.optimized_metric, float("nan"))
 
 
-def main() -> None:
-    """Runs the command line; a mistake of the user's ends with a sentence, anything else with its traceback."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    config.register()
-    try:
-        command_line.read()
-        train()
-    except (ConfigCompositionException, OverrideParseException) as error:
-        sys.exit(str(config.explain(error)))
-    except RecipeError as error:
-        sys.exit(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run(train)
