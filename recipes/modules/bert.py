@@ -13,7 +13,7 @@ from typing_extensions import override
 from recipes.data.segment_pairs import IGNORED
 from recipes.data.vocabulary import Vocabulary
 from recipes.models import bert
-from recipes.modules.trained import Trained, check_length
+from recipes.modules.trained import Trained
 from recipes.samples import Shown
 
 
@@ -32,8 +32,8 @@ class BERT(Trained, network=bert):
         super().__init__(weight_decay)
         self.save_hyperparameters()
         self.model = bert(**network)
-        self.positions = self.model.config.max_position_embeddings
-        self.example_input_array = {"input_ids": torch.zeros(1, self.positions, dtype=torch.long)}
+        positions = self.model.config.max_position_embeddings
+        self.example_input_array = {"input_ids": torch.zeros(1, positions, dtype=torch.long)}
         self.val_masked_accuracy = MulticlassAccuracy(
             self.model.config.vocab_size, average="micro", ignore_index=IGNORED
         )
@@ -45,7 +45,6 @@ class BERT(Trained, network=bert):
         Returns:
             the losses of the two heads and their logits.
         """
-        check_length(batch["input_ids"], self.positions)
         inputs = {name: batch[name] for name in ("input_ids", "token_type_ids", "attention_mask")}
         output = self.model(**inputs)
         tokens, following = output.prediction_logits, output.seq_relationship_logits

@@ -17,7 +17,7 @@ class TransformerLM(LanguageModel, network=GPipeTransformer):
     """Transformer-L of GPipe's Table 1.
 
     Args:
-        positions: longest block; positions have no parameters, so this is a limit only.
+        positions: tokens of the longest block; they have no parameters.
         weight_decay: on matrices only.
         network: arguments of `recipes.models.GPipeTransformer`.
     """
@@ -26,7 +26,6 @@ class TransformerLM(LanguageModel, network=GPipeTransformer):
         super().__init__(weight_decay)
         self.save_hyperparameters()
         self.model = GPipeTransformer(**network)
-        self.positions = positions
         self.example_input_array = torch.zeros(1, positions, dtype=torch.long)
 
     @override

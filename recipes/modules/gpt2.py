@@ -23,7 +23,6 @@ class GPT2(LanguageModel, network=gpt2):
         super().__init__(weight_decay)
         self.save_hyperparameters()
         self.model = gpt2(**network)
-        self.positions = self.model.config.n_positions
 
     @override
     def logits(self, tokens: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from recipes.data.vocabulary import Vocabulary
-from recipes.modules.trained import Trained, check_length
+from recipes.modules.trained import Trained
 from recipes.samples import Shown, indented
 
 COMPLETED = 40  # tokens of a sample
@@ -25,13 +25,11 @@ class Perplexity(MeanMetric):
 
 
 class LanguageModel(Trained):
-    """A language model on blocks of equal length; subclasses say how long a block may be.
+    """A language model on blocks of equal length.
 
     Args:
         weight_decay: on matrices only.
     """
-
-    positions: int
 
     def __init__(self, weight_decay: float) -> None:
         super().__init__(weight_decay)
@@ -75,14 +73,12 @@ class LanguageModel(Trained):
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        check_length(batch["input_ids"], self.positions)
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        check_length(batch["input_ids"], self.positions)
         loss, samples = self.loss(batch), len(batch["input_ids"])
         self.val_perplexity.update(loss, weight=samples)
         self.log("val_loss", loss, batch_size=samples, prog_bar=True, sync_dist=True)

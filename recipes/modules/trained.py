@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.data.vocabulary import Vocabulary
-from recipes.errors import RecipeError
 from recipes.optimizers import MakeOptimizer, MakeScheduler, decay_groups
 from recipes.samples import Shown
 
@@ -101,20 +100,6 @@ class Trained(L.LightningModule):
         super().print(*args, **kwargs)
         if self.trainer.is_global_zero:
             printed.info("%s", "\n".join(map(str, args)))
-
-
-def check_length(tokens: Tensor, positions: int) -> None:
-    """Refuses sequences that the model has no positions for.
-
-    Args:
-        tokens: shape [batch, length].
-        positions: of the model.
-    """
-    if tokens.shape[1] > positions:
-        raise RecipeError(
-            f"A sequence has {tokens.shape[1]} tokens, the model has {positions} positions.",
-            hint=f"Set model.positions={tokens.shape[1]}, or make the samples shorter.",
-        )
 
 
 def _joined(
