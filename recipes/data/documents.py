@@ -123,16 +123,15 @@ def hub(name: str, configuration: str, documents: int | None) -> Documents:
         documents: stop after so many; None reads all.
     """
 
-    def read(validation: bool) -> Iterator[Document]:
-        rows: Iterable[dict[str, Any]] = load_dataset(name, configuration, split="train", streaming=True)
-        for index, row in enumerate(rows):
-            if index == documents:
-                return
-            if (index % files.HELD_OUT == 0) == validation and (sentences := sentences_of(row["text"])):
-                yield sentences
+    def rows() -> Iterator[dict[str, Any]]:
+        return islice(load_dataset(name, configuration, split="train", streaming=True), documents)
+
+    def read(split: str) -> Iterator[Document]:
+        texts = (row["text"] for row in files.share(rows, validation=split == "validation"))
+        return filter(None, map(sentences_of, texts))
 
     fingerprint = hashlib.sha256(f"{name} {configuration} {documents}".encode()).hexdigest()
-    splits = {"train": partial(read, False), "validation": partial(read, True)}
+    splits = {split: partial(read, split) for split in SPLITS}
     return Documents(f"{name} ({configuration}) from the hub", splits, fingerprint)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import platform
 import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset as Rows
@@ -23,15 +22,8 @@ SKIPPED_FOLDERS = frozenset(
 VALIDATION_SHARE = 0.1
 
 
-@dataclass(frozen=True)
-class Corpus(Texts[Rows]):
-    """Text in rows, of one column, "text".
-
-    Args:
-        documents: rows are documents of their own and get a separator; else they are lines of one running text.
-    """
-
-    documents: bool = False
+Corpus = Texts[Rows]
+"""Each split has rows of one column, "text"."""
 
 
 def standard_library(folder: Path | None = None) -> Corpus:

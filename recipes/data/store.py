@@ -33,11 +33,13 @@ class Texts(Generic[Split]):
         title: what the text is, for the log: it must never pass for something else.
         splits: "train" and "validation".
         fingerprint: changes whenever the text may have changed; part of the cache's name.
+        documents: rows of text are documents of their own and get a separator; else they are lines of one running text.
     """
 
     title: str
     splits: Mapping[str, Split]
     fingerprint: str
+    documents: bool = False
 
 
 @contextlib.contextmanager
