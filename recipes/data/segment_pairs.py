@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -36,41 +36,36 @@ IGNORED = -100
 MASKED, REPLACED = 0.8, 0.1  # of the chosen tokens; the rest stays as it is
 
 
-@dataclass(frozen=True)
-class Masking:
-    """How tokens are hidden.
+def hide(
+    tokens: NDArray[np.int64],
+    places: NDArray[np.intp],
+    random: np.random.Generator,
+    *,
+    vocabulary: int,
+    mask: int,
+    share: float = 0.15,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Hides some tokens: most behind the mask, some behind any other token, some not at all.
 
     Args:
+        tokens: a whole sequence.
+        places: that may be hidden.
+        random: decides.
         vocabulary: number of tokens.
         mask: number of the mask token.
-        share: of the tokens that are to be predicted.
+        share: of the places that are to be predicted.
+
+    Returns:
+        what the model sees, and what it is to predict, `IGNORED` elsewhere.
     """
-
-    vocabulary: int
-    mask: int
-    share: float = 0.15
-
-    def __call__(
-        self, tokens: NDArray[np.int64], hidden: NDArray[np.intp], random: np.random.Generator
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Hides some tokens: most behind the mask, some behind any other token, some not at all.
-
-        Args:
-            tokens: a whole sequence.
-            hidden: places that may be hidden.
-            random: decides.
-
-        Returns:
-            what the model sees, and what it is to predict, `IGNORED` elsewhere.
-        """
-        chosen = random.permutation(hidden)[: max(1, round(len(hidden) * self.share))]
-        seen, labels = tokens.copy(), np.full_like(tokens, IGNORED)
-        labels[chosen] = tokens[chosen]
-        kind = random.random(len(chosen))
-        seen[chosen[kind < MASKED]] = self.mask
-        replaced = chosen[(kind >= MASKED) & (kind < MASKED + REPLACED)]
-        seen[replaced] = random.integers(self.vocabulary, size=len(replaced))
-        return seen, labels
+    chosen = random.permutation(places)[: max(1, round(len(places) * share))]
+    seen, labels = tokens.copy(), np.full_like(tokens, IGNORED)
+    labels[chosen] = tokens[chosen]
+    kind = random.random(len(chosen))
+    seen[chosen[kind < MASKED]] = mask
+    replaced = chosen[(kind >= MASKED) & (kind < MASKED + REPLACED)]
+    seen[replaced] = random.integers(vocabulary, size=len(replaced))
+    return seen, labels
 
 
 class SegmentPairs(Dataset[dict[str, Tensor]]):
@@ -83,8 +78,8 @@ class SegmentPairs(Dataset[dict[str, Tensor]]):
         sentences: all of them, document after document.
         runs: shape [samples, 2]: first sentence of each run, and the one after its last.
         length: tokens in a sample.
-        special: numbers of the special tokens.
-        masking: how tokens are hidden.
+        words: the tokeniser.
+        masked: share of the tokens that are to be predicted.
         seed: of all that is drawn.
     """
 
@@ -93,12 +88,13 @@ class SegmentPairs(Dataset[dict[str, Tensor]]):
         sentences: Sequences,
         runs: NDArray[np.int64],
         length: int,
-        special: dict[str, int],
-        masking: Masking,
+        words: Vocabulary,
+        masked: float,
         seed: int,
     ) -> None:
         self.sentences, self.runs, self.length = sentences, runs, length
-        self.special, self.masking, self.seed = special, masking, seed
+        self.special, self.seed = dict(words.special), seed
+        self.hide = partial(hide, vocabulary=words.size, mask=words.special["mask"], share=masked)
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -113,7 +109,7 @@ class SegmentPairs(Dataset[dict[str, Tensor]]):
         second = self._segment(middle, end) if follows else self._elsewhere(draw.sample, random)
         tokens, segments = self._join(*_shortened(first, second, self.length - AROUND, random))
         inside = np.flatnonzero((tokens != self.special["cls"]) & (tokens != self.special["sep"]))
-        seen, labels = self.masking(tokens, inside, random)
+        seen, labels = self.hide(tokens, inside, random)
         padding = self.length - len(tokens)
         return {
             "input_ids": torch.from_numpy(np.pad(seen, (0, padding), constant_values=self.special["pad"])),
@@ -246,8 +242,7 @@ class MaskedPairs(Prepared):
                 f"The {name} split has {len(runs)} runs of {self.length} tokens; at least 2 are needed for pairs.",
                 hint="Use more text, or a smaller data.length.",
             )
-        masking = Masking(words.size, words.special["mask"], self.masked)
-        return SegmentPairs(sentences, runs, self.length, dict(words.special), masking, self.seed)
+        return SegmentPairs(sentences, runs, self.length, words, self.masked, self.seed)
 
 
 def tokenise(text: Documents, size: int, tokenizer: str | None, length: int, folder: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from recipes.data import choice, files, parallel, vocabulary
-from recipes.data.loading import Draw, draw_of
+from recipes.data.loading import Draw, Order, draw_of
 from recipes.data.parallel import Parallel
 from recipes.data.parallel_files import Pair
 from recipes.data.prepared import Prepared
@@ -34,45 +34,42 @@ FOR_VOCABULARY = 500_000  # pairs of every language that a new tokeniser is trai
 AT_ONCE = 1000
 
 
-@dataclass(frozen=True)
-class ByTemperature:
-    """Draws languages with probability proportional to (their share of all pairs) to the power of 1 / temperature.
+def probabilities(sizes: Sequence[int], temperature: float) -> list[float]:
+    """How often each language is drawn: proportional to (its share of all pairs) to the power of 1 / temperature.
 
     Temperature 1 leaves languages as frequent as they are; a high one makes them all alike, so that those with few
-    pairs are seen as well. In an epoch there are as many draws as pairs. A language's pairs come in shuffled order,
-    and all of them before any comes again.
+    pairs are seen as well.
+
+    Example:
+        >>> [round(p, 2) for p in probabilities((900, 100), temperature=2.0)]
+        [0.75, 0.25]
+    """
+    powers = [(size / sum(sizes)) ** (1 / temperature) for size in sizes]
+    return [power / sum(powers) for power in powers]
+
+
+def drawn(samples: int, seed: int, epoch: int, *, sizes: Sequence[int], temperature: float) -> NDArray[np.int64]:
+    """The order of an epoch, which has as many draws as there are pairs.
+
+    A language's pairs come in shuffled order, and all of them before any comes again.
 
     Args:
+        samples: of an epoch.
+        seed: decides, with the epoch.
+        epoch: its number.
         sizes: pairs of every language; languages are one after the other.
-        temperature: at least 1.
+        temperature: as for `probabilities`.
     """
-
-    sizes: tuple[int, ...]
-    temperature: float
-
-    @property
-    def probabilities(self) -> list[float]:
-        """Probability of every language.
-
-        Example:
-            >>> [round(p, 2) for p in ByTemperature((900, 100), temperature=2.0).probabilities]
-            [0.75, 0.25]
-        """
-        powers = [(size / sum(self.sizes)) ** (1 / self.temperature) for size in self.sizes]
-        return [power / sum(powers) for power in powers]
-
-    def __call__(self, samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-        """One epoch's order."""
-        random = np.random.default_rng([seed, epoch])
-        languages = random.choice(len(self.sizes), size=samples, p=self.probabilities)
-        order = np.empty(samples, dtype=np.int64)
-        start = 0
-        for language, size in enumerate(self.sizes):
-            places = np.flatnonzero(languages == language)
-            rounds = [random.permutation(size) for _ in range(-(-len(places) // size))]
-            order[places] = start + np.concatenate([np.empty(0, np.int64), *rounds])[: len(places)]
-            start += size
-        return order
+    random = np.random.default_rng([seed, epoch])
+    languages = random.choice(len(sizes), size=samples, p=probabilities(sizes, temperature))
+    order = np.empty(samples, dtype=np.int64)
+    start = 0
+    for language, size in enumerate(sizes):
+        places = np.flatnonzero(languages == language)
+        rounds = [random.permutation(size) for _ in range(-(-len(places) // size))]
+        order[places] = start + np.concatenate([np.empty(0, np.int64), *rounds])[: len(places)]
+        start += size
+    return order
 
 
 class Translations(Dataset[dict[str, Tensor]]):
@@ -99,37 +96,31 @@ class Translations(Dataset[dict[str, Tensor]]):
         return torch.from_numpy(np.append(tokens[: self.length - 1], self.end).astype(np.int64))
 
 
-@dataclass(frozen=True)
-class Collate:
+def collated(pairs: Sequence[dict[str, Tensor]], *, pad: int, begin: int) -> dict[str, Tensor]:
     """Pads a list of pairs to a batch.
 
     Args:
+        pairs: with source and target.
         pad: number of the padding token.
         begin: number of the token that the target begins with.
-    """
 
-    pad: int
-    begin: int
-
-    def __call__(self, pairs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the batch.
-
+    Returns:
         ``source`` and ``labels`` are padded; ``mask`` is true where the source is not; ``target`` is what the decoder
-        sees: the labels one place later, after the begin token. ``weight`` is the mean number of labels, the same for
-        every pair: losses summed over labels and divided by it have as their mean over pairs the loss per label of
+        sees: the labels one place later, after the begin token. ``mean_length`` is the mean number of labels, the same
+        for every pair: losses summed over labels and divided by it have as their mean over pairs the loss per label of
         the whole batch, however it is divided.
-        """
-        source = _padded([pair["source"] for pair in pairs], self.pad)
-        labels = _padded([pair["target"] for pair in pairs], self.pad)
-        target = torch.cat([torch.full((len(pairs), 1), self.begin), labels[:, :-1]], dim=1)
-        mean = sum(len(pair["target"]) for pair in pairs) / len(pairs)
-        return {
-            "source": source,
-            "mask": source != self.pad,
-            "target": target,
-            "labels": labels,
-            "mean_length": torch.full((len(pairs),), mean),
-        }
+    """
+    source = _padded([pair["source"] for pair in pairs], pad)
+    labels = _padded([pair["target"] for pair in pairs], pad)
+    target = torch.cat([torch.full((len(pairs), 1), begin), labels[:, :-1]], dim=1)
+    mean = sum(len(pair["target"]) for pair in pairs) / len(pairs)
+    return {
+        "source": source,
+        "mask": source != pad,
+        "target": target,
+        "labels": labels,
+        "mean_length": torch.full((len(pairs),), mean),
+    }
 
 
 def _padded(rows: Sequence[Tensor], pad: int) -> Tensor:
@@ -209,15 +200,15 @@ class ParallelText(Prepared):
 
     @property
     @override
-    def order(self) -> ByTemperature:
+    def order(self) -> Order:
         sizes = json.loads((self.folder / "train.sizes.json").read_text())
-        return ByTemperature(tuple(sizes), self.temperature)
+        return partial(drawn, sizes=sizes, temperature=self.temperature)
 
     @property
     @override
-    def collate(self) -> Collate:
+    def collate(self) -> Callable[[list[Any]], Any]:
         special = self.words.special
-        return Collate(pad=special["pad"], begin=special["bos"])
+        return partial(collated, pad=special["pad"], begin=special["bos"])
 
 
 def tokenise(texts: Parallel, size: int, tokenizer: str | None, folder: Path) -> None:

@@ -21,7 +21,7 @@ PAD = 0
 class Translator(Trained, network=NMTTransformer):
     """T(L, H, A) with label smoothing.
 
-    Batches are those of `recipes.data.translation.Collate`: their loss is that per token of the whole batch, however
+    Batches are those of `recipes.data.translation.collated`: their loss is that per token of the whole batch, however
     the batch is divided.
 
     Args:

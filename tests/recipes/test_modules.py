@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from recipes.data.segment_pairs import IGNORED
-from recipes.data.translation import Collate
+from recipes.data.translation import collated
 from recipes.models.amoebanet_parts import DropPath
 from recipes.modules.amoebanet import AmoebaNetClassifier
 from recipes.modules.bert import BERT
@@ -193,8 +193,10 @@ def translator(**settings: Any) -> Translator:
 
 def sentences() -> dict[str, Tensor]:
     torch.manual_seed(1)
-    return Collate(pad=0, begin=1)(
-        [{"source": torch.randint(3, 50, (n,)), "target": torch.randint(3, 50, (6 - n,))} for n in (1, 2, 3, 4, 5)]
+    return collated(
+        [{"source": torch.randint(3, 50, (n,)), "target": torch.randint(3, 50, (6 - n,))} for n in (1, 2, 3, 4, 5)],
+        pad=0,
+        begin=1,
     )
 
 

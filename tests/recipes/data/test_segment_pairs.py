@@ -11,7 +11,7 @@ import torch
 
 from recipes.data import documents
 from recipes.data.loading import Draw
-from recipes.data.segment_pairs import IGNORED, MaskedPairs, Masking, _shortened, runs_of
+from recipes.data.segment_pairs import IGNORED, MaskedPairs, _shortened, hide, runs_of
 from recipes.errors import RecipeError
 
 DOCUMENT = "\n".join(f"Sentence {number} of this text tells of number {number * number}." for number in range(12))
@@ -84,7 +84,7 @@ def test_epochs_differ_and_runs_do_not(tmp_path: Path) -> None:
 def test_masking_hides_as_bert_does() -> None:
     tokens = np.full(4000, 7)
     hidden = np.arange(2000)
-    seen, labels = Masking(vocabulary=1000, mask=3, share=0.5)(tokens, hidden, np.random.default_rng(0))
+    seen, labels = hide(tokens, hidden, np.random.default_rng(0), vocabulary=1000, mask=3, share=0.5)
     chosen = labels != IGNORED
     assert chosen.sum() == 1000
     assert not chosen[2000:].any()

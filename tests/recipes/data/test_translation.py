@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from recipes.data import catalogues, choice, parallel
-from recipes.data.translation import NAME, ByTemperature, Collate, ParallelText
+from recipes.data.translation import NAME, ParallelText, collated, drawn, probabilities
 from recipes.errors import RecipeError
 
 NUMBERS = {"de": ["eins", "zwei", "drei", "vier"], "fr": ["un", "deux", "trois", "quatre"]}
@@ -58,7 +59,7 @@ def test_pairs_belong_together_and_come_padded(tmp_path: Path) -> None:
 
 def test_the_weights_make_the_mean_over_pairs_the_mean_over_tokens() -> None:
     pairs = [{"source": torch.tensor([5, 2]), "target": torch.arange(3, 3 + n)} for n in (1, 4, 7)]
-    batch = Collate(pad=0, begin=1)(pairs)
+    batch = collated(pairs, pad=0, begin=1)
     tokens = (batch["labels"] != 0).sum(1)
     losses = torch.rand(3)  # summed over the tokens of every pair
     assert (losses / batch["mean_length"]).mean() == pytest.approx(losses.sum().item() / tokens.sum().item())
@@ -74,15 +75,15 @@ def test_long_texts_are_cut_off_and_still_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("temperature", "share"), [(1.0, 0.9), (2.0, 0.75), (1000.0, 0.5)])
 def test_temperature_brings_languages_together(temperature: float, share: float) -> None:
-    order = ByTemperature((900, 100), temperature)
-    assert order.probabilities[0] == pytest.approx(share, abs=0.001)
-    drawn = order(1000, 1, 0).tolist()
-    assert len(drawn) == 1000
-    assert sum(index < 900 for index in drawn) / 1000 == pytest.approx(share, abs=0.04)
-    counts = Counter(index for index in drawn if index >= 900)
+    order = partial(drawn, 1000, 1, sizes=(900, 100), temperature=temperature)
+    assert probabilities((900, 100), temperature)[0] == pytest.approx(share, abs=0.001)
+    first = order(0).tolist()
+    assert len(first) == 1000
+    assert sum(index < 900 for index in first) / 1000 == pytest.approx(share, abs=0.04)
+    counts = Counter(index for index in first if index >= 900)
     assert max(counts.values()) - min(counts[index] for index in range(900, 1000)) <= 1
-    assert drawn != order(1000, 1, 1).tolist()
-    assert drawn == order(1000, 1, 0).tolist()
+    assert first != order(1).tolist()
+    assert first == order(0).tolist()
 
 
 def test_docstrings_are_translations_of_definitions(tmp_path: Path) -> None:

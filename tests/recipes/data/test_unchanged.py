@@ -17,9 +17,9 @@ from PIL import Image
 
 from recipes.data.augment import Augmentation
 from recipes.data.loading import shuffled
-from recipes.data.segment_pairs import IGNORED, MaskedPairs, Masking
+from recipes.data.segment_pairs import IGNORED, MaskedPairs, hide
 from recipes.data.text import TextBlocks
-from recipes.data.translation import ByTemperature, ParallelText
+from recipes.data.translation import ParallelText, drawn
 
 TEXT = "rain falls on the old town while nobody came to see what day it was and sun or wind blew over its hills"
 
@@ -96,13 +96,13 @@ def test_translations_are_the_same(translations: Any) -> None:
 
 
 def test_orders_are_the_same() -> None:
-    assert digest(shuffled(1000, 3, 2), ByTemperature((90, 700, 11), 5.0)(801, 3, 2)) == ORDERS
+    assert digest(shuffled(1000, 3, 2), drawn(801, 3, 2, sizes=(90, 700, 11), temperature=5.0)) == ORDERS
 
 
 def test_masks_are_the_same_and_hide_as_told() -> None:
     tokens, places = np.arange(5, 105), np.arange(100)
     random = np.random.default_rng(7)
-    draws = [Masking(vocabulary=1000, mask=3)(tokens, places, random) for _ in range(10_000)]
+    draws = [hide(tokens, places, random, vocabulary=1000, mask=3) for _ in range(10_000)]
     seen, labels = (np.stack(part) for part in zip(*draws, strict=True))
     assert digest(seen, labels) == MASKS
     chosen = labels != IGNORED
