@@ -23,9 +23,10 @@ WEIGHTS = (
     "labels[:, 1:] alone. A sum needs PipeStrategy(loss_weight='sum')."
 )
 APART = (
-    f"Samples that do not lie along the first dimension need PipeStrategy(split_batch=…). {WHOLE} Layers that compare "
-    "samples with each other need micro_batches=1, which is exact."
+    f"Samples that do not lie along the first dimension need PipeStrategy(split_batch=…). {WHOLE} A layer or "
+    "a loss that compares samples with each other needs micro_batches=1, which is exact."
 )
+_WRONG = "Gradients differ accordingly from those of one device."
 
 
 class Difference(NamedTuple):
@@ -85,26 +86,30 @@ class LossChecks:
         )
 
     def _tell_mixing(self, layers: str, sizes: Sequence[int]) -> None:
-        if sizes and self.repeats:
-            self._mixing = Difference(_mixing(layers, sizes), APART, in_loss=False)
+        found = _mixing(layers, sizes) if sizes else None
+        if found and self.repeats:
+            self._mixing = found
         elif self._replica == 0 and bool(sizes) not in self._told and (sizes or not self._weighted):
             self._told.add(bool(sizes))
-            wrong = "Gradients differ accordingly from those of one device."
             # not by rank_zero_warn: process 0 need not have the stage
-            warnings.warn(
-                f"{_mixing(layers, sizes)} {wrong} {APART}" if sizes else _unchecked_layers(layers), stacklevel=2
-            )
+            warnings.warn(f"{found.why} {_WRONG} {found.remedy}" if found else _unchecked_layers(layers), stacklevel=2)
 
     def difference(self, check: LossCheck | None) -> Difference | None:
         """That a batch is not what its micro-batches make, as seen on this rank; or nothing."""
-        if self._mixing:
+        if self._mixing or check is None or check.differs is None or self._weighted:
             return self._mixing
-        if check is None or check.differs is None or self._weighted:
-            return None
         (one, other), expected, both = check.differs
-        sizes = [check.sizes[one], check.sizes[other]]
-        why = _no_sum(sizes, expected, both) if check.summed else _no_mean(sizes, expected, both)
-        return Difference(why, WEIGHTS, in_loss=True)
+        sizes = f"micro-batches of {check.sizes[one]} and {check.sizes[other]} samples"
+        together = f"the same samples together have {both:.7g} (without dropout)."
+        if check.summed:
+            why = f"The loss is not a sum over the samples, as loss_weight='sum' says: {sizes} add up to {expected:.7g}"
+            return Difference(
+                f"{why}, {together}",
+                "For a mean leave loss_weight out, or say what a micro-batch counts.",
+                in_loss=True,
+            )
+        why = f"The loss is not a mean over the samples: {sizes} have a mean loss of {expected:.7g}"
+        return Difference(f"{why}, {together}", f"{WEIGHTS} {APART}", in_loss=True)
 
     def fitting(self, check: LossCheck | None) -> list[str] | None:
         """What the loss may be a mean over, as seen on this rank; ``None``: it knows nothing of it."""
@@ -120,21 +125,22 @@ class LossChecks:
         """
         if check is None or self._has_warned or self._weighted:
             return
-        if difference := self.difference(check):
+        if found := self.difference(check):
             self._has_warned = True
-            rank_zero_warn(f"{difference.why} Gradients differ accordingly from those of one device. {_remedy(check)}")
+            rank_zero_warn(f"{found.why} {_WRONG} {found.remedy}")
         elif check.reason is not None and not check.agreed and False not in self._told:
             self._warn("unchecked", _unchecked(check.reason, summed=check.summed))
 
 
-def _mixing(layers: str, sizes: Sequence[int]) -> str:
-    """What is said of layers before the last stage that do not keep samples apart."""
+def _mixing(layers: str, sizes: Sequence[int]) -> Difference:
+    """Layers before the last stage do not keep samples apart."""
     one, other = sizes
-    return (
+    why = (
         f"What {layers}, and the code before them, make of a sample depends on the other samples in its micro-batch, "
         f"as with batch norm: for micro-batches of {one} and {other} samples it is not what it is for the same "
         "samples together (without dropout)."
     )
+    return Difference(why, APART, in_loss=False)
 
 
 def _unchecked_layers(layers: str) -> str:
@@ -142,38 +148,6 @@ def _unchecked_layers(layers: str) -> str:
     return (
         f"It was not checked whether {layers}, and the code before them, keep the samples of a micro-batch apart: two "
         "micro-batches cannot be put together there. If they do, all is well; micro_batches=1 runs batches whole."
-    )
-
-
-def _no_mean(sizes: Sequence[int], mean: float, both: float) -> str:
-    """What is said of a loss that is not the mean over samples.
-
-    Args:
-        sizes: samples of two micro-batches.
-        mean: of their losses, weighted by samples.
-        both: the loss of the two together.
-    """
-    return (
-        f"The loss is not a mean over the samples: micro-batches of {sizes[0]} and {sizes[1]} samples have a mean loss "
-        f"of {mean:.7g}, the same samples together have {both:.7g} (without dropout)."
-    )
-
-
-def _remedy(check: LossCheck) -> str:
-    """What helps where the number of micro-batches is the user's."""
-    if check.summed:
-        return "For a mean leave loss_weight out, or say what a micro-batch counts."
-    return (
-        f"{WEIGHTS} A loss that compares samples with each other needs micro_batches=1. Samples that do not lie along "
-        "the first dimension need PipeStrategy(split_batch=…)."
-    )
-
-
-def _no_sum(sizes: Sequence[int], total: float, both: float) -> str:
-    """What is said of a loss that is not the sum over samples, though it was said to be."""
-    return (
-        f"The loss is not a sum over the samples, as loss_weight='sum' says: the losses of micro-batches of {sizes[0]} "
-        f"and {sizes[1]} samples add up to {total:.7g}, the same samples together have {both:.7g} (without dropout)."
     )
 
 

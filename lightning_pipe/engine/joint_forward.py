@@ -108,7 +108,7 @@ class JointForward:
     ) -> _Way | None:
         """How the two pass the stage together, if that makes of them what two passes have made."""
         unseen, each = replace(batch, observers=()), [{to: left[to].path for to in left} for left in apart]
-        with leaving_no_trace(self.stages), torch.enable_grad():
+        with leaving_no_trace(), torch.enable_grad():
             for reading in range(4):  # ways to put together what has come, of which there may be less
                 with put_back(self.stages), suppress(Exception):  # whatever a step may raise that was not made for this
                     _, both = self._run(reading, stage, pair, unseen, received)

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: bool, seed: int) -> list[Call]:
-    """Run a step of the whole module once, on this rank alone, and see what it calls. Nothing else comes of it.
+    """Run a step once, and see what it calls. Nothing else comes of it.
+
+    A whole module runs on this rank alone. Of a module that is divided by a guess the ranks take turns, so that the
+    order of the calls does not matter: then this is collective over the pipeline.
 
     Args:
         pipeline: the module.
@@ -39,37 +42,22 @@ def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: 
         training: whether it is a training step.
         seed: the seed of its random streams.
     """
-    stages, module = pipeline.executor.stages, pipeline.module
+    stages, module, whole = pipeline.executor.stages, pipeline.module, pipeline.whole
     batch = pipeline.evaluation_batch(step, [micro_batch], seed)
     with (
         recorded(module) as calls,
-        pipeline.running(batch.streams),
-        leaving_no_trace(stages),
+        pipeline.running(batch.streams, caches=not whole),
+        leaving_no_trace(),
         put_back(stages),
         parameters_kept(module.modules()),
-        torch.set_grad_enabled(training),  # a step may ask for derivatives
+        torch.set_grad_enabled(whole and training),  # a step may ask for derivatives
     ):
-        stages.trial(len(pipeline.balance) - 1, 0, batch, None)
+        if whole:
+            stages.trial(len(pipeline.balance) - 1, 0, batch, None)
+        else:
+            pipeline.turns.run(batch)
     gc.collect()  # a graph that is left would refer to parameters, and such parameters cannot be freed in place
-    return calls
-
-
-def look_in_turns(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, seed: int) -> list[Call]:
-    """Run a step of a module that is divided by a guess once, and see what it calls. Collective over the pipeline.
-
-    The ranks take turns, so that the order of the calls does not matter. The arguments are those of `look`.
-    """
-    stages, transport = pipeline.executor.stages, pipeline.transport
-    batch = pipeline.evaluation_batch(step, [micro_batch], seed)
-    with (
-        recorded(pipeline.module) as calls,
-        pipeline.running(batch.streams, caches=True),
-        leaving_no_trace(stages),
-        put_back(stages),
-        parameters_kept(pipeline.module.modules()),
-    ):
-        pipeline.turns.run(batch)
-    return reduce(merged, transport.all_gather_object(calls, pipeline.pipeline_members))
+    return calls if whole else reduce(merged, pipeline.transport.all_gather_object(calls, pipeline.pipeline_members))
 
 
 def divide(

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.engine.undivided import look, look_in_turns
+from lightning_pipe.engine.undivided import look
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams
@@ -222,9 +222,7 @@ class PipelineRun:
         context = getattr(self._precision, _CONTEXTS[name])
         with naming_suspects(batch, parts), self._step.running(turns=not whole):
             step = StepOfBatch(self._step, name, args[1:], context, parts)
-            if whole:
-                return look(self.pipeline, step, parts.parts[0], training=name == "training_step", seed=seed)
-            return look_in_turns(self.pipeline, step, parts.parts[0], seed=seed)
+            return look(self.pipeline, step, parts.parts[0], training=name == "training_step", seed=seed)
 
     def train(self, args: Sequence[Any], optimizers: Sequence[Optimizer]) -> Any:
         """Forward and backward passes of one batch; returns what the Trainer expects of ``training_step``.

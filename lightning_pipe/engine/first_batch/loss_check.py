@@ -8,7 +8,7 @@ received for two micro-batches, puts it together, runs the user's step on that, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,7 +95,7 @@ class LossCheck(BatchObserver):
         if (pair := self._pair(micro_batch)) is None:
             return
         self._tried += 1
-        with leaving_no_trace(stages):
+        with leaving_no_trace():
             try:
                 self._compare(TrialRuns(stages, stage, batch), pair)
             except UnlikeError:
@@ -144,23 +144,23 @@ class LossCheck(BatchObserver):
         if expected is None:
             return
         together: list[float] = []
-        failed: Exception | None = None
-        for alternatives in self._received_together(received, sizes, packed_orders(parts)):
+        failed: Exception = UnlikeError()
+        for way in _ways(received, sizes, packed_orders(parts)):
             try:
-                found = self._run_alike(runs, pair[0], both_parts, alternatives)
+                both, *others = [float(runs.loss(pair[0], both_parts, inbound)) for inbound in way]
             except Exception as error:
                 failed = error
                 continue
-            if found is None:
+            if any(other != both for other in others):
                 continue
-            together.append(both := float(found))
+            together.append(both)
             fitting = [name for name, each in predicted.items() if each is None or close(each, both, self.rounding)]
             if fitting:
                 self.agreed = True
                 self.amounts = {name: self.amounts[name] for name in fitting}
                 return
         if not together:
-            raise failed or UnlikeError
+            raise failed
         if all(map(math.isfinite, together)):
             if runs.drew and not runs.whole:
                 # a step that leaves layers out at random asks whether the module is in training
@@ -178,32 +178,6 @@ class LossCheck(BatchObserver):
         # what counts nothing may be NaN
         total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
         return total / sum(weights) if sum(weights) else None
-
-    def _received_together(
-        self, received: Sequence[Crossing | None], sizes: Sequence[int], packed: PackedOrders
-    ) -> Iterator[tuple[Crossing | None, Crossing | None]]:
-        """What the stage would receive for both together; values without samples must not matter to the loss.
-
-        A router's loss that the step only logs is such a value: nobody knows what it is for both micro-batches, but the
-        loss is the same with that of the one and with that of the other.
-
-        Yields:
-            What it would receive, in all ways that it may be meant, with such values of the one micro-batch; and the
-            same with those of the other, if there are any.
-        """
-        try:
-            yield from ((inbound, None) for inbound in readings(received, sizes, packed=packed))
-        except UnlikeError:
-            ones, others = (readings(received, sizes, number, packed) for number in range(2))
-            yield from zip(ones, others, strict=True)
-
-    def _run_alike(
-        self, runs: TrialRuns, index: int, part: Any, alternatives: tuple[Crossing | None, Crossing | None]
-    ) -> Tensor | None:
-        """The loss of a run, if it is the same with both alternatives."""
-        one, other = alternatives
-        found = runs.loss(index, part, one)
-        return found if other is None or found.equal(runs.loss(index, part, other)) else None
 
     def _agrees(self, result: Any, loss: float) -> bool:
         found = float(loss_of(result))
@@ -228,6 +202,20 @@ class LossCheck(BatchObserver):
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} | {self.autocast or loss.dtype}
         reduced = loss.device.type != "cpu" and torch.float32 in dtypes
         return max([_REDUCED * reduced, *(_ROUNDING.get(dtype, 2e-3) for dtype in dtypes)])
+
+
+def _ways(
+    received: Sequence[Crossing | None], sizes: Sequence[int], packed: PackedOrders
+) -> Iterable[Sequence[Crossing | None]]:
+    """What the stage would receive for both together, in all ways that it may be meant.
+
+    A router's loss that the step only logs is one for all samples: nobody knows what it is for both micro-batches, but
+    the loss is the same with that of the one and with that of the other. Each way has both of these then.
+    """
+    try:
+        return [(inbound,) for inbound in readings(received, sizes, packed=packed)]
+    except UnlikeError:
+        return zip(*(readings(received, sizes, number, packed) for number in range(2)), strict=True)
 
 
 def close(one: float, other: float, rounding: float) -> bool:

@@ -68,7 +68,7 @@ class MixingCheck(BatchObserver):
         self._tried[stage] += 1
         pair, layers = (min(seen), max(seen)), stages.layers[stage]
         received, mixes = [seen.pop(index) for index in pair], None
-        with leaving_no_trace(stages), suppress(Exception):  # whatever a step may raise that was not made for this
+        with leaving_no_trace(), suppress(Exception):  # whatever a step may raise that was not made for this
             mixes = self._mixes(TrialRuns(stages, stage, batch), pair, received)
         if mixes is not False:
             self._tried[stage] = self.pairs

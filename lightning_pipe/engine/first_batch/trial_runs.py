@@ -36,15 +36,6 @@ def is_alone() -> bool:
     return getattr(_local, "alone", False)
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    _local.alone = True
-    try:
-        yield
-    finally:
-        _local.alone = False
-
-
 @dataclass
 class TrialRuns:
     """Runs of the step for one stage without dropout, and with the norms of an evaluation.
@@ -113,10 +104,14 @@ class TrialRuns:
 
 
 @contextmanager
-def leaving_no_trace(stages: Stages) -> Iterator[None]:
+def leaving_no_trace() -> Iterator[None]:
     """Around trial runs, each of which puts back what the step changes."""
-    with _alone(), recomputing(), torch.no_grad():
-        yield
+    _local.alone = True
+    try:
+        with recomputing(), torch.no_grad():
+            yield
+    finally:
+        _local.alone = False
 
 
 @contextmanager
