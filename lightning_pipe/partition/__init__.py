@@ -3,7 +3,7 @@
 from lightning_pipe.partition.balancing import balance
 from lightning_pipe.partition.calls import Layers
 from lightning_pipe.partition.cost import AUTO, Balance, divide, imbalance, layer_costs
-from lightning_pipe.partition.flops import has_example, layer_flops
+from lightning_pipe.partition.flops import layer_flops
 from lightning_pipe.partition.holding import ParameterPlace, parameter_costs, parameter_places, places_by_stage
 from lightning_pipe.partition.sequence import find_layers, known_layers, parameter_count
 
@@ -15,7 +15,6 @@ __all__ = [
     "balance",
     "divide",
     "find_layers",
-    "has_example",
     "imbalance",
     "known_layers",
     "layer_costs",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from math import isfinite
-from typing import Literal
+from typing import Final, Literal
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from lightning_pipe.partition.sequence import find_layers
 from lightning_pipe.text import several
 
 Balance = Literal["auto", "parameters", "flops", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
-AUTO = "auto"
+AUTO: Final = "auto"
 """By the work that a first batch shows, else by parameters."""
 
 

@@ -19,11 +19,6 @@ from lightning_pipe.torch_internals import tree_map
 _REMEDY = 'Use balance="parameters", or pass the costs as a function: balance=lambda layer: …'
 
 
-def has_example(module: nn.Module) -> bool:
-    """Whether the module says what its input looks like: Lightning's ``example_input_array``."""
-    return getattr(module, "example_input_array", None) is not None
-
-
 def layer_flops(module: nn.Module, layers: Layers) -> list[float]:
     """Floating-point operations of every layer in one forward pass on the module's example.
 
@@ -37,12 +32,13 @@ def layer_flops(module: nn.Module, layers: Layers) -> list[float]:
     Raises:
         ConfigurationError: there is no example, or nothing can be counted with it.
     """
-    if not has_example(module):
+    example = getattr(module, "example_input_array", None)  # Lightning's
+    if example is None:
         raise ConfigurationError(
             'balance="flops" needs an example of the input, and the module has none.',
             hint=f"Set self.example_input_array to what forward takes. {_REMEDY}",
         )
-    args, kwargs = _called_with(tree_map(_empty, module.example_input_array))
+    args, kwargs = _called_with(tree_map(_empty, example))
     state = _without_values(module)
     counter = FlopCounterMode(display=False)
     begun = [(0, 0)]  # a layer, and the operations before it

@@ -24,7 +24,6 @@ from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.at_rest import check_may_gather, forget, refuse_export, resume_divided
 from lightning_pipe.trainer.checks import check_copies
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
-from lightning_pipe.trainer.layer_costs import MeasuredShapes
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
 from lightning_pipe.trainer.schedule_choice import ScheduleChoice
@@ -144,12 +143,11 @@ class DividedModule:
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         zero = options.shard_optimizer in (True, "gradients")
         sharded = ShardedOptimizers(pipeline, trainer.precision_plugin) if zero else None
-        shapes = None
+        of_schedule, of_balance = None, None if store is None else store.shapes
         if self._choice is not None:
-            notes, shapes = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
-        measured = MeasuredShapes(shapes, None if store is None else store.shapes)
-        notes = (*notes, *self._notes)
-        report = Report(module, pipeline, world.layout, notes, costs, built, measured, options.shard_optimizer)
+            notes, of_schedule = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
+        notes, shapes = (*notes, *self._notes), (of_schedule, of_balance)
+        report = Report(module, pipeline, world.layout, notes, costs, built, shapes, options.shard_optimizer)
         known = chosen is not None and not chosen.guessed
         late = None if known else partial(own.by_first_batch, pipeline)
         self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))

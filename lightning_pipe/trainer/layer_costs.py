@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -28,36 +28,26 @@ def shapes_of(micro_batches: MicroBatches) -> str:
         return str(signature(micro_batches.parts[0]))
 
 
-@dataclass(frozen=True)
-class MeasuredShapes:
-    """A sample of the input that costs were measured with, in words; ``None``: nothing was measured, or not known.
+def shape_notes(micro_batches: MicroBatches, schedule: str | None, balance: str | None) -> tuple[str, ...]:
+    """What the plan says of costs that were measured with samples of other shapes.
 
     Args:
-        schedule: of the profile that the schedule was chosen by.
-        balance: of the profile that the stages were balanced by.
+        micro_batches: the first batch of the run.
+        schedule: a sample of the profile that the schedule was chosen by, in words; ``None``: there is none.
+        balance: the same of the profile that the stages were balanced by.
     """
-
-    schedule: str | None = None
-    balance: str | None = None
-
-    def notes(self, micro_batches: MicroBatches) -> tuple[str, ...]:
-        """What the user is to know, for the plan.
-
-        Args:
-            micro_batches: the first batch of the run.
-        """
-        found, now = [], shapes_of(micro_batches)
-        if self.schedule not in (None, now):
-            found.append(
-                f"the schedule was chosen by a profile of samples {self.schedule}; those of this batch are {now}: "
-                "measure again with `lightning-pipe profile`"
-            )
-        if self.balance not in (None, now):
-            found.append(
-                f"the stages were balanced by costs of samples of other shapes, {self.balance}, than this batch has, "
-                f"{now}: a run that is started again is balanced by this batch's"
-            )
-        return tuple(found)
+    found, now = [], shapes_of(micro_batches)
+    if schedule not in (None, now):
+        found.append(
+            f"the schedule was chosen by a profile of samples {schedule}; those of this batch are {now}: "
+            "measure again with `lightning-pipe profile`"
+        )
+    if balance not in (None, now):
+        found.append(
+            f"the stages were balanced by costs of samples of other shapes, {balance}, than this batch has, "
+            f"{now}: a run that is started again is balanced by this batch's"
+        )
+    return tuple(found)
 
 
 class LayerCosts:

@@ -24,13 +24,10 @@ from lightning_pipe.partition import (
     Layers,
     divide,
     find_layers,
-    has_example,
     imbalance,
     known_layers,
     layer_costs,
-    layer_flops,
 )
-from lightning_pipe.partition import balance as balance_costs
 from lightning_pipe.partition.calls import Call, CallStore, in_order, in_words, of_step, top, work_of
 from lightning_pipe.partition.choice import MOST_PASSES, Chosen, choose, line, serves
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -52,7 +49,6 @@ _FORGOTTEN = (
     "module calls others, or in another order, run it again, and its first batch shows them."
 )
 """What an error says where the stored order may be the reason."""
-_NOT_MEASURED = "{}: this run is balanced by {}, the next run has the measurements"
 
 
 class Division(NamedTuple):
@@ -267,24 +263,24 @@ class StageDivision:
                 f"{layout.tensor_parallel_size} several compute each together.",
                 hint="Use balance='parameters', 'flops', or a list.",
             )
-        if balance == AUTO and chosen.work:
-            return (counts := balance_costs(chosen.work, stages)), (_balanced("work", chosen.work, counts),), None, None
-        store = measured = None
+        by: str = "parameters" if balance == AUTO else balance if isinstance(balance, str) else "the given costs"
+        store = measured = found = None
         if balance == "time" or balance == "memory":
             store = ProfileStore(module, layers, {**self.conditions, "ranks": str(layout.pipeline_parallel_size)})
-            store.found, why = world.broadcast(_loaded(store) if world.transport.process == 0 else (None, ""), 0)
-            if store.found is None:
-                balance = _without_measurements(module, layers)
-                notes.append(_NOT_MEASURED.format(why, balance))
+            found, why = world.broadcast(_loaded(store) if world.transport.process == 0 else (None, ""), 0)
+            store.found = found
+            if found is None:
+                balance, by = AUTO, "parameters"
+                notes.append(f"{why}: the next run has the measurements")
             else:
                 in_flight, again = self._in_flight() if balance == "memory" else 1, self.options.recompute != "never"
-                measured = store.found.layer_costs(balance, in_flight, recompute=again)
+                measured = found.layer_costs(balance, in_flight, recompute=again)
+        if balance == AUTO and chosen.work:
+            balance, by, measured = "time", "work", chosen.work
         counts = divide(module, layers, stages, balance, measured)
         costs = layer_costs(module, layers, balance, measured)
         if costs is not None:
-            by = "the given costs" if not isinstance(balance, str) else "parameters" if balance == AUTO else balance
-            notes.append(_balanced(by, costs, counts))
-        found = None if store is None else store.found
+            notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
         of_stages = None if found is None else stage_costs(found, counts, min(found.sizes), [1] * stages)
         return counts, tuple(notes), store, of_stages
 
@@ -335,21 +331,6 @@ def _loaded(store: ProfileStore) -> tuple[CostProfile | None, str]:
         return store.load("device", "precision"), "the layers have not been measured yet"
     except ConfigurationError as error:
         return None, f"{error.message[0].lower()}{error.message[1:-1]}"
-
-
-def _balanced(by: str, costs: Sequence[float], counts: Sequence[int]) -> str:
-    return f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean"
-
-
-def _without_measurements(module: nn.Module, layers: Layers) -> Balance:
-    """The next best to balance by: operations where they can be counted, else parameters."""
-    if not has_example(module):
-        return "parameters"
-    try:
-        layer_flops(module, layers)
-    except ConfigurationError:  # an example that the model itself takes, and not without values
-        return "parameters"
-    return "flops"
 
 
 def how_built(size: int, ranks: int) -> tuple[str, ...]:
