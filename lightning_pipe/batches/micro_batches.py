@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_pipe.batches.own_split import slices_of
+from lightning_pipe.batches.own_split import put_together, slices_of
 from lightning_pipe.batches.split_batch import SplitBatch, samples, split
 from lightning_pipe.batches.suspects import check_no_causal_mask
 from lightning_pipe.config import Auto, micro_batch_count, micro_batch_sizes, micro_batch_weights
@@ -53,7 +53,7 @@ class MicroBatches:
             return split(self.batch, [size for size in around if size])[first > 0]
         if (slices := slices_of(self.batch, self.parts)) is None:
             raise ConfigurationError("the micro-batches are no slices of the batch, to be put together again")
-        return slices.join([self.parts[index] for index in indices])
+        return put_together([self.parts[index] for index in indices], slices[1])
 
     @property
     def shares(self) -> list[float]:
@@ -102,7 +102,7 @@ def divide_batch(
         if not parts:
             raise ConfigurationError("split_batch returned no micro-batches.", hint="Return a list with at least one.")
         slices = slices_of(batch, parts)
-        sizes = slices.sizes if slices else _sizes(parts, needed=loss_weight is None)
+        sizes = slices[0] if slices else _sizes(parts, needed=loss_weight is None)
     elif micro_batches == 1:
         parts, sizes = [batch], _sizes([batch], needed=False)
     else:

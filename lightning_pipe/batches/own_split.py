@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,38 +20,25 @@ class _OtherError(Exception):
     """The micro-batches are no slices of the batch."""
 
 
-@dataclass(frozen=True)
-class Slices:
-    """Micro-batches that are slices of a batch.
-
-    Args:
-        sizes: samples of each.
-        axes: the dimension that was split, in containers like those of the batch; -1 for what belongs to all samples.
-    """
-
-    sizes: list[int]
-    axes: Any
-
-    def join(self, parts: Sequence[Any]) -> Any:
-        """Put some of the micro-batches together."""
-        return _join(list(parts), self.axes)
-
-
-def slices_of(batch: Any, parts: Sequence[Any]) -> Slices | None:
+def slices_of(batch: Any, parts: Sequence[Any]) -> tuple[list[int], Any] | None:
     """Recognise micro-batches as slices of a batch; ``None`` if they are something else.
+
+    Returns:
+        The samples of each; and the dimension that was split, in containers like those of the batch, -1 for what
+        belongs to all samples.
 
     Example:
         >>> batch = {"x": torch.zeros(7, 5), "y": torch.zeros(5)}
         >>> parts = [{"x": batch["x"][:, :3], "y": batch["y"][:3]}, {"x": batch["x"][:, 3:], "y": batch["y"][3:]}]
         >>> slices_of(batch, parts)
-        Slices(sizes=[3, 2], axes={'x': 1, 'y': 0})
+        ([3, 2], {'x': 1, 'y': 0})
     """
     sizes: list[int] = []
     try:
         axes = _axes(batch, parts, sizes)
     except _OtherError:
         return None
-    return Slices(sizes, axes) if sizes else None
+    return (sizes, axes) if sizes else None
 
 
 def _axes(node: Any, parts: Sequence[Any], sizes: list[int]) -> Any:
@@ -93,15 +79,18 @@ def _agreed(axis: int, found: list[int], sizes: list[int]) -> int:
     return axis
 
 
-def _join(parts: list[Any], axes: Any) -> Any:
+def put_together(parts: Sequence[Any], axes: Any) -> Any:
+    """Some slices of a batch as one, given along which dimensions it was split."""
     first = parts[0]
     if isinstance(axes, dict):
         columns = [children(part) or {} for part in parts]
-        return rebuild(first, {key: _join([column[key] for column in columns], axis) for key, axis in axes.items()})
+        return rebuild(
+            first, {key: put_together([column[key] for column in columns], axis) for key, axis in axes.items()}
+        )
     if axes == _WHOLE:
         return first
     if isinstance(first, Tensor):
-        return torch.cat(parts, axes)
+        return torch.cat([*parts], axes)
     if isinstance(first, np.ndarray):
-        return np.concatenate(parts, axes)
+        return np.concatenate([*parts], axes)
     return type(first)(one for part in parts for one in part)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipe.batches.own_split import Slices, slices_of
+from lightning_pipe.batches.own_split import put_together, slices_of
 
 X, Y = torch.arange(12.0).reshape(3, 4), np.arange(4)
 TABLE = torch.ones(5)
@@ -23,8 +23,8 @@ BATCH, PARTS = part(slice(None)), [part(slice(0, 3)), part(slice(3, 4))]
 
 def test_each_value_has_its_own_dimension() -> None:
     found = slices_of(BATCH, PARTS)
-    assert found == Slices([3, 1], {"x": 1, "y": 0, "names": 0, "table": -1, "kind": -1})
-    joined = found.join(PARTS)
+    assert found == ([3, 1], {"x": 1, "y": 0, "names": 0, "table": -1, "kind": -1})
+    joined = put_together(PARTS, found[1])
     assert torch.equal(joined["x"], X)
     assert joined["y"].tolist() == Y.tolist()
     assert (joined["names"], joined["table"], joined["kind"]) == (BATCH["names"], TABLE, "plain")
@@ -46,7 +46,7 @@ def test_what_is_no_slice_is_not_taken_for_one(change: dict[str, Any]) -> None:
 
 def test_a_list_may_be_split_into_tuples() -> None:
     found = slices_of([X, Y], [(X[:, :3], Y[:3]), (X[:, 3:], Y[3:])])
-    assert found == Slices([3, 1], {0: 1, 1: 0})
+    assert found == ([3, 1], {0: 1, 1: 0})
 
 
 def test_a_batch_that_nobody_has_split_is_none() -> None:
