@@ -158,6 +158,11 @@ def is_compiled_module(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
+def within(path: str, outer: str) -> bool:
+    """Whether a path leads to a module, or into it; the empty path to the whole one."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
 def has_parameters(module: nn.Module) -> bool:
     """Whether a module or a part of it has parameters."""
     return next(module.parameters(), None) is not None

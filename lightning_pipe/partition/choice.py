@@ -23,6 +23,7 @@ from lightning_pipe.partition.calls import (
     is_compiled_module,
     is_container,
     top,
+    within,
     work_of,
 )
 from lightning_pipe.text import several
@@ -111,11 +112,11 @@ def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, passes: flo
     limit = sum(call.work for call in order) / (FINE * stages)
     found = _Order(order, parts, passes)
     opened: list[tuple[str, nn.Module, list[str]]] = []
-    while (name := _to_open(found, parts, passes, None if found.few(stages) else limit)) is not None:
+    while (name := _to_open(found, parts, passes, None if len(found.layers) < stages else limit)) is not None:
         inner = [part.name for call in found.calls if call.name == name for part in call.calls]
         opened.append((name, parts[name], list(dict.fromkeys(inner))))
         found = found.opened(name, parts, passes)
-    if found.few(stages):
+    if len(found.layers) < stages:
         raise _too_few(module, calls, stages, found.layers, passes)
     names = _with_elements(found.layers, calls, parts)
     numbers = {name: number for number, name in enumerate(names)}
@@ -132,25 +133,21 @@ def _with_elements(layers: Sequence[str], calls: Sequence[Call], parts: dict[str
     """The layers, with the elements of lists and dictionaries that this step leaves out beside those that it calls."""
     names, called = [*layers], [call.name for call in every_call(calls)]
     for path, container in parts.items():
-        inside = [name for name in names if _within(name, path)]
+        inside = [name for name in names if within(name, path)]
         if not inside or not isinstance(container, _LISTS):
             continue
         whole: list[str] = []
         for key, part in container.named_children():
             element = f"{path}.{key}"
             left_out = has_parameters(part) and not isinstance(part, _LISTS) and parts.get(element) is part
-            if any(_within(name, element) for name in called):
-                whole += [name for name in inside if _within(name, element)]
+            if any(within(name, element) for name in called):
+                whole += [name for name in inside if within(name, element)]
             elif left_out:
                 whole.append(element)
         start = names.index(inside[0])
         if names[start : start + len(inside)] == inside == [name for name in whole if name in inside]:
             names[start : start + len(inside)] = whole
     return names
-
-
-def _within(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
 
 
 def _too_few(
@@ -233,10 +230,6 @@ class _Order:
         calls = [part for call in self.calls for part in (call.calls if call.name == name else [call])]
         return _Order(calls, parts, passes)
 
-    def few(self, stages: int) -> bool:
-        """Whether there are fewer layers than stages."""
-        return len(self.layers) < stages
-
 
 def _to_open(found: _Order, parts: dict[str, nn.Module], passes: float, limit: float | None) -> str | None:
     """The largest module that can be opened and is to be; ``None``: all stay closed.
@@ -263,11 +256,7 @@ def _chooses(module: nn.Module, calls: Sequence[Call], name: str) -> bool:
     """Whether a module has called some elements of a list of its own and not others: data may decide (experts)."""
     called = {part.name for call in calls if call.name == name for part in every_call(call.calls)}
     lists = [
-        [
-            f"{name}.{path}.{key}"
-            for key, part in container.named_children()
-            if next(part.parameters(), None) is not None
-        ]
+        [f"{name}.{path}.{key}" for key, part in container.named_children() if has_parameters(part)]
         for path, container in module.named_children()
         if isinstance(container, _LISTS)
     ]

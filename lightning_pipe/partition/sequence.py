@@ -14,10 +14,12 @@ from lightning_pipe.errors import PartitionError
 from lightning_pipe.partition.calls import (
     Layers,
     flattened,
+    has_parameters,
     is_compiled_module,
     is_container,
     is_transparent,
     registered,
+    within,
 )
 from lightning_pipe.partition.choice import choose
 from lightning_pipe.text import nearest, several
@@ -85,7 +87,10 @@ def known_layers(module: nn.Module, layers: str | Sequence[str] | None) -> Layer
         (max(parameter_count([layer]) for _, layer in flat), -share(held), flat)
         for path, flat, held in found
         if share(held) >= CLEAR_SHARE
-        and not any(share(others - held) >= RIVAL_SHARE and _disjoint(path, other) for other, _, others in found)
+        and not any(
+            share(others - held) >= RIVAL_SHARE and not (within(path, other) or within(other, path))
+            for other, _, others in found
+        )
     ]
     # the finest: of a stem, a body and a head it is the blocks of the body. First found is outermost
     return min(clear, key=lambda each: each[:2])[2] if clear else []
@@ -131,10 +136,10 @@ def _sequences(module: nn.Module) -> Iterator[tuple[str, Layers]]:
     """
     inside: list[str] = [path for path, part in module.named_modules() if is_compiled_module(part)]
     for path, container in module.named_modules():
-        if not isinstance(container, nn.Sequential | nn.ModuleList) or any(_within(path, outer) for outer in inside):
+        if not isinstance(container, nn.Sequential | nn.ModuleList) or any(within(path, outer) for outer in inside):
             continue
         layers = _without_repeated(flattened(path, container))
-        if len(layers) < 2 or next(container.parameters(), None) is None:
+        if len(layers) < 2 or not has_parameters(container):
             continue
         kinds = Counter(type(layer) for _, layer in layers)
         inside += [name for name, layer in layers if kinds[type(layer)] > 1]
@@ -173,7 +178,7 @@ def _check_disjoint(names: list[str], paths: list[str]) -> None:
     # sorted by their parts a name stands right before those inside it
     ordered = sorted(names, key=lambda name: name.split("."))
     for outer, name in pairwise(ordered):
-        if _within(name, outer):
+        if within(name, outer):
             what = f"{name!r} twice" if outer == name else f"{outer!r} and, inside it, {name!r}"
             raise PartitionError(f"layers={_paste(paths)} names {what}.", hint="Name every layer once.")
 
@@ -181,21 +186,13 @@ def _check_disjoint(names: list[str], paths: list[str]) -> None:
 def _check_not_inside_compiled(module: nn.Module, names: list[str]) -> None:
     compiled = [path for path, part in module.named_modules() if is_compiled_module(part)]
     for name in names:
-        around = next((path for path in compiled if path != name and _within(name, path)), None)
+        around = next((path for path in compiled if path != name and within(name, path)), None)
         if around is not None:
             raise PartitionError(
                 f"Layer {name!r} lies inside {around or type(module).__name__!r}, which is compiled as a whole: calls "
                 "of its layers cannot be seen.",
                 hint="Compile the layers one by one.",
             )
-
-
-def _within(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
-
-
-def _disjoint(one: str, other: str) -> bool:
-    return not _within(one, other) and not _within(other, one)
 
 
 def _paste(paths: Sequence[str]) -> str:
