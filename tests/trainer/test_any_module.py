@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError, PartitionError
+from lightning_pipe.partition import divide, find_layers, imbalance
+from lightning_pipe.partition.calls import recorded, work_of
 from tests.support import oracle, processes
 from tests.support.any_modules import DEPENDENT, MODULES
 from tests.support.trainer_runs import QUIET, quiet
@@ -256,6 +258,21 @@ def test_the_line_of_the_plan_can_be_pasted(name: str) -> None:
     pasted = re.search(r"order of their calls: (layers=.*?, balance=\[[\d, ]+\](, passes=\d+)?)", printed)
     assert pasted is not None
     assert one_process(name, **eval(f"dict({pasted[1]})"))[0] == pytest.approx(expected, abs=1e-9)
+
+
+def test_convolutions_are_balanced_by_their_work() -> None:
+    """Most parameters are in the last blocks, and half as much work again would be in the first stage."""
+    module = MODULES["ResidualSequence"]().double()
+    layers = find_layers(module)
+    with recorded(module) as calls:
+        module(next(iter(module.data()))[0])
+    by_parameters = divide(module, layers, 2, "parameters")
+    assert imbalance(work_of(calls, [name for name, _ in layers]), by_parameters) > 1.5
+    balanced = re.search(
+        r"balanced by work: the largest stage costs ([\d.]+) x the mean", one_process("ResidualSequence")[1]
+    )
+    assert balanced is not None
+    assert float(balanced[1]) < 1.2
 
 
 class _Cells(MODULES["Recurrent"]):  # type: ignore[misc]
