@@ -56,7 +56,7 @@ def place_of(value: Any) -> Any:
     """
     if type(value) is not Tensor or value.layout is not torch.strided:
         return None
-    return StorageWeakRef(value.untyped_storage()), value.data_ptr(), tuple(value.shape)
+    return StorageWeakRef(value.untyped_storage()), value.data_ptr(), value.shape  # type: ignore[no-untyped-call]
 
 
 def same_values(one: Any, other: Any) -> bool:
