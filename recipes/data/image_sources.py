@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from datasets import Dataset, Features, Image, load_dataset
 
@@ -15,7 +15,7 @@ from recipes.errors import RecipeError
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 VALIDATION = ("validation", "val", "valid")  # names of its folder
 VALIDATION_EVERY = 5
-WITHIN = "::"  # between the path of an archive and the place of an image in it
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,20 @@ def digits() -> Images:
 
     bunch = load_digits()
     pictures = [Picture.fromarray((image / 16 * 255).astype("uint8")) for image in bunch.images]
-    rows: dict[str, dict[str, list[Any]]] = {split: {"image": [], "label": []} for split in ("train", "validation")}
-    for index, (picture, label) in enumerate(zip(pictures, bunch.target.tolist(), strict=True)):
-        split = rows["validation" if index % VALIDATION_EVERY == 0 else "train"]
-        split["image"].append(picture)
-        split["label"].append(label)
+    images, labels = _divided(pictures), _divided(bunch.target.tolist())
     features = Features({"image": Image(), "label": _class_label([str(digit) for digit in range(10)])})
-    splits = {split: Dataset.from_dict(columns, features=features) for split, columns in rows.items()}
+    splits = {
+        split: Dataset.from_dict({"image": images[split], "label": labels[split]}, features=features)
+        for split in images
+    }
     title = f"scikit-learn's {len(pictures):,} handwritten digits of 8 x 8 pixels, enlarged"
     return Images(title, _undecoded(splits), classes=10)
+
+
+def _divided(values: list[T]) -> dict[str, list[T]]:
+    """Every fifth is for validation."""
+    train = [value for index, value in enumerate(values) if index % VALIDATION_EVERY]
+    return {"train": train, "validation": values[::VALIDATION_EVERY]}
 
 
 def local_folder(folder: Path) -> Images:
@@ -93,12 +98,7 @@ def local_folder(folder: Path) -> Images:
         places = {"train": train, "validation": validation}
         found = {split: _images(place, folder) for split, place in places.items()}
     else:
-        every = _images(folder, folder)
-        held = {"train": False, "validation": True}
-        found = {
-            split: [one for index, one in enumerate(every) if (index % VALIDATION_EVERY == 0) == of_validation]
-            for split, of_validation in held.items()
-        }
+        found = _divided(_images(folder, folder))
         places = dict.fromkeys(found, folder)
     for split, images in found.items():
         if not images:
@@ -145,7 +145,7 @@ def _images(place: Path, folder: Path) -> list[tuple[str, str]]:
     if place.is_file():
         flat = place.name == imagenet.ARCHIVES["validation"]
         return (
-            _classed({_at(place, one): one.name for one in imagenet.members(place)}, folder)
+            _classed({one.place: one.name for one in imagenet.members(place)}, folder)
             if flat
             else list(tar_images(place))
         )
@@ -179,9 +179,9 @@ def tar_images(archive: Path) -> Iterator[tuple[str, str]]:
         if not _is_image(one.name):
             continue
         if imagenet.SYNSET.fullmatch(one.archive):
-            yield _at(archive, one), one.archive
+            yield one.place, one.archive
         elif stem in told:
-            yield _at(archive, one), content(_at(archive, told[stem])).decode().strip()
+            yield one.place, imagenet.content(told[stem].place).decode().strip()
         else:
             raise RecipeError(
                 f"{archive} has {one.name}, and no {stem}.cls.", hint="Every image needs its class there."
@@ -190,19 +190,6 @@ def tar_images(archive: Path) -> Iterator[tuple[str, str]]:
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
-
-
-def _at(archive: Path, member: imagenet.Member) -> str:
-    return f"{archive}{WITHIN}{member.offset}+{member.size}"
-
-
-def content(place: str) -> bytes:
-    """The bytes of an image in an archive."""
-    archive, _, numbers = place.rpartition(WITHIN)
-    offset, size = map(int, numbers.split("+"))
-    with open(archive, "rb") as file:
-        file.seek(offset)
-        return file.read(size)
 
 
 def hub(name: str) -> Images:

@@ -17,16 +17,16 @@ SYNSET = re.compile(r"n\d{8}")  # the classes' names
 ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
 DEVKIT = "ILSVRC2012_devkit_t12"
 TRUTH, MEANINGS, KAGGLE = "ILSVRC2012_validation_ground_truth.txt", "meta.mat", "LOC_val_solution.csv"
+WITHIN = "::"  # between the path of an archive and the place of a file in it
 END = bytes(tarfile.BLOCKSIZE)  # what a complete archive has behind its last file
 
 
 class Member(NamedTuple):
-    """A file in an archive: the innermost archive's name without its suffix, its own, and the place of its bytes."""
+    """A file in an archive: the innermost archive's name without its suffix, its own, and where `content` finds it."""
 
     archive: str
     name: str
-    offset: int
-    size: int
+    place: str
 
 
 def members(archive: Path) -> Iterator[Member]:
@@ -36,21 +36,30 @@ def members(archive: Path) -> Iterator[Member]:
         archive: not compressed: its files are read at their places.
     """
     with files.reading(archive), archive.open("rb") as file:
-        yield from _members(file, archive.stem, 0)
+        yield from _members(file, archive, archive.stem, 0)
 
 
-def _members(file: IO[bytes], name: str, start: int) -> Iterator[Member]:
+def _members(file: IO[bytes], path: Path, name: str, start: int) -> Iterator[Member]:
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for one in archive:
             if one.isfile() and one.name.endswith(".tar"):
                 inner = archive.extractfile(one)
                 assert inner is not None
-                yield from _members(inner, Path(one.name).stem, start + one.offset_data)
+                yield from _members(inner, path, Path(one.name).stem, start + one.offset_data)
             elif one.isfile():
-                yield Member(name, one.name, start + one.offset_data, one.size)
+                yield Member(name, one.name, f"{path}{WITHIN}{start + one.offset_data}+{one.size}")
         file.seek(archive.offset)
         if file.read(len(END)) != END:  # tarfile takes any end of the file for the end of the archive (Python 3.13)
             raise EOFError(f"the end of {name}.tar is missing")
+
+
+def content(place: str) -> bytes:
+    """The bytes of a file in an archive."""
+    archive, _, numbers = place.rpartition(WITHIN)
+    offset, size = map(int, numbers.split("+"))
+    with open(archive, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
 
 
 def validation_classes(folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from recipes.data import choice, files, image_sources
+from recipes.data import choice, files, image_sources, imagenet
 from recipes.data.augment import Augmentation, centre
 from recipes.data.loading import (
     Draw,
@@ -70,8 +70,8 @@ def decoded(image: Mapping[str, Any]) -> Image.Image:
     """
     path, content = image.get("path"), image.get("bytes")
     try:
-        if content is None and path is not None and image_sources.WITHIN in path:
-            content = image_sources.content(path)
+        if content is None and path is not None and imagenet.WITHIN in path:
+            content = imagenet.content(path)
         return Image.open(path if content is None else io.BytesIO(content)).convert("RGB")  # type: ignore[arg-type]
     except (OSError, UnidentifiedImageError, SyntaxError) as error:
         raise RecipeError(
