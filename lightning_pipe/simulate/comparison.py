@@ -13,9 +13,8 @@ from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.schedules.passes.recompute import Mode
 from lightning_pipe.simulate.costs import Costs
 from lightning_pipe.simulate.simulator import simulate
-from lightning_pipe.simulate.steady import ratio
 from lightning_pipe.simulate.style import time_of
-from lightning_pipe.simulate.timeline import Timeline
+from lightning_pipe.simulate.timeline import Timeline, ratio
 from lightning_pipe.text import table as text_table
 
 _STEADY = 24

@@ -10,7 +10,6 @@ from lightning_pipe.schedules.dependencies import Number, Run, Timed, play
 from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.schedules.passes.lower import put_off, reductions
 from lightning_pipe.simulate.costs import Costs, at_stage
-from lightning_pipe.simulate.steady import steady_bubble_ratio
 from lightning_pipe.simulate.timeline import Event, Timeline
 
 
@@ -45,7 +44,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         events += _ends(schedule, costs, played)
     timeline = Timeline.of(events, ranks=schedule.ranks, title=schedule.name)
     if not schedule.synchronous:
-        timeline = replace(timeline, synchronous=False, steady=steady_bubble_ratio(timeline))
+        timeline = replace(timeline, synchronous=False, steady=timeline.repeating())
     return timeline
 
 

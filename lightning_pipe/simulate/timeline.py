@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from os import PathLike
 from typing import NamedTuple
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import COMPUTE, Action, Kind
 from lightning_pipe.schedules.dependencies import Number, held
-from lightning_pipe.simulate.steady import ratio, steady_bubble_ratio
+
+# Measured times never repeat exactly; sums of floats almost do.
+_TOLERANCE = {"": 1e-9, "s": 0.2}
 
 
 class Event(NamedTuple):
@@ -139,8 +144,25 @@ class Timeline:
 
         A period is a number of micro-batches after which every action comes again, all after the same time.
         """
-        found = steady_bubble_ratio(self) if self.steady is None else self.steady
+        found = self.repeating() if self.steady is None else self.steady
         return self.bubble_ratio if found is None else found
+
+    def repeating(self) -> Number | None:
+        """Idle part of what repeats in the middle third; ``None`` if nothing does."""
+        by_micro_batch: dict[int, dict[tuple[object, ...], Event]] = defaultdict(dict)
+        for event in chain.from_iterable(self.compute):
+            if event.micro_batch is not None:
+                by_micro_batch[event.micro_batch][event.rank, event.kind, event.stage, event.pipe] = event
+        count = len(by_micro_batch)
+        first, last = count // 3, count - count // 3
+        for shift in range(1, (last - first) // 2 + 1):
+            period = _period(by_micro_batch, range(first, last - shift), shift, _TOLERANCE[self.unit])
+            if period is not None:
+                repeated = (by_micro_batch[micro_batch].values() for micro_batch in range(first, first + shift))
+                work = sum(event.end - event.start for event in chain.from_iterable(repeated))
+                whole = self.ranks * period
+                return ratio(whole - work, whole)
+        return None
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
@@ -181,3 +203,26 @@ class Timeline:
         from lightning_pipe.simulate.terminal import draw
 
         return draw(self, colour=sys.stdout.isatty())
+
+
+def _period(
+    by_micro_batch: dict[int, dict[tuple[object, ...], Event]], starts: range, shift: int, tolerance: float
+) -> Number | None:
+    """The time between the actions of micro-batches ``shift`` apart, if it is the same for all of them."""
+    gaps: list[Number] = []
+    for micro_batch in starts:
+        here, there = by_micro_batch[micro_batch], by_micro_batch[micro_batch + shift]
+        if here.keys() != there.keys():
+            return None
+        gaps += [there[key].start - event.start for key, event in here.items()]
+    low, high = min(gaps), max(gaps)
+    if low <= 0 or high - low > tolerance * low:
+        return None
+    return low if low == high else sum(gaps) / len(gaps)
+
+
+def ratio(part: Number, whole: Number) -> Number:
+    """``part / whole``, exact if both are."""
+    if not whole:
+        return 0
+    return part / whole if isinstance(part, float) or isinstance(whole, float) else Fraction(part) / whole

@@ -98,7 +98,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "chrome_trace": "simulate/test_drawing",
         "link": "simulate/test_costs",
         "plot": "simulate/test_drawing",
-        "steady": "simulate/test_asynchronous",
         "style": "simulate/test_drawing",
         "terminal": "simulate/test_drawing",
     },
