@@ -10,14 +10,12 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table as RichTable
 from typing_extensions import override
 
+from lightning_pipe.text import table
 from recipes import command_line
 
 RESULTS = ("val_loss", "samples_per_second", "bubble", "predicted_bubble", "seconds", "result")
-WIDTH = 160  # where the output is not a terminal
 
 
 class Table(Callback):
@@ -44,13 +42,9 @@ class Table(Callback):
         if not self.rows:
             return
         Path(config.hydra.sweep.dir, "table.json").write_text(json.dumps(self.rows, indent=2) + "\n")
-        table = RichTable(title="Results of the sweep", title_justify="left")
         columns = columns_of(self.rows)
-        for column in columns:
-            table.add_column(column)
-        for row in self.rows:
-            table.add_row(*(_cell(row.get(column)) for column in columns))
-        Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+        cells = [[_cell(row.get(column)) for column in columns] for row in self.rows]
+        print(f"Results of the sweep\n{table(columns, cells)}")
         if failed := sum(row.get("result") == "failed" for row in self.rows):
             sys.exit(f"{failed} of {len(self.rows)} jobs failed; their logs are in {config.hydra.sweep.dir}.")
 
