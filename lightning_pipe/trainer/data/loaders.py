@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,13 +52,8 @@ class Loaders:
         if layout.pipeline_parallel_size * layout.tensor_parallel_size == 1:
             return loader
         source = self._pipeline.loss_process
-        shared = SharedDataLoader(
-            loader,
-            transport,
-            source,
-            self._pipeline.pipeline_members,
-            lambda message: self.channel.share(message, source, BATCHES),
-        )
+        share = partial(self.channel.share, source=source, purpose=BATCHES)
+        shared = SharedDataLoader(loader, transport, source, share)
         # Lightning repeats no sample in a prediction, so lengths differ there, and nothing waits for other replicas
         if not self._trainer.predicting and not self._have_equal_length(sized_len(shared)):
             shared.compare_with(self._compare_replicas)

@@ -26,7 +26,7 @@ from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.torch_internals import tree_map
 from lightning_pipe.transport.base import Transport
 
-_OWN = frozenset({"loader", "_transport", "_source", "_members", "_share", "_length", "_compare"})
+_OWN = frozenset({"loader", "_transport", "_source", "_share", "_length", "_compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
 _END = object()
@@ -42,19 +42,11 @@ class SharedDataLoader:
         loader: any iterable.
         transport: this process's transport.
         source: the process that loads.
-        members: the processes of the pipeline, sorted.
-        share: sends an object from the source to the members; by default a broadcast.
+        share: sends an object from the source to all ranks of the pipeline.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        transport: Transport,
-        source: int,
-        members: tuple[int, ...],
-        share: Callable[[Any], Any] | None = None,
-    ) -> None:
-        vars(self).update(loader=loader, _transport=transport, _source=source, _members=members, _share=share)
+    def __init__(self, loader: Any, transport: Transport, source: int, share: Callable[[Any], Any]) -> None:
+        vars(self).update(loader=loader, _transport=transport, _source=source, _share=share)
         vars(self)["_compare"] = None
         vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
         # Lightning saves the loaders that have these methods by a Protocol, which does not ask __getattr__ from Python
@@ -85,9 +77,7 @@ class SharedDataLoader:
         if topology.tensor > 1 and self._transport.process == self._source:
             members = topology.tensor_processes(self._source)
             message = self._transport.broadcast_object(message, members[0], members)
-        if self._share is not None:
-            return self._share(message)
-        return self._transport.broadcast_object(message, self._source, self._members)
+        return self._share(message)
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._load() if self.loads else self._follow()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from inspect import getattr_static
 from typing import Any
 
@@ -30,7 +31,8 @@ def on_three_ranks(make: Callable[[int], Any], use: Callable[[SharedDataLoader],
 
     def run(transport: ThreadTransport) -> Any:
         transport.make_groups([members])
-        return use(SharedDataLoader(make(transport.process), transport, source, members))
+        share = partial(transport.broadcast_object, source=source, members=members)
+        return use(SharedDataLoader(make(transport.process), transport, source, share))
 
     return run_threads(thread_world(Topology(ranks=3)), run)
 
