@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,44 +93,36 @@ class TorchTransport(Transport):
 
     @override
     def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
-        group = self._group(members, host=tensor.device.type == "cpu")
-        if group is None:
-            return DONE
-        operation = Collective("all-reduce", tensor.nbytes, members)
-        with self.failing(operation):
-            work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=True)
-        return GroupWork(self, operation, work, tensor)
+        return self._collective("all-reduce", tensor, members, partial(dist.all_reduce, op=_OPS[op]))
 
     @override
     def reduce_scatter(self, parts: Sequence[Tensor], members: tuple[int, ...]) -> Work:
-        works = []
-        for part, member in zip(parts, members, strict=True):
-            group = self._group(members, host=part.device.type == "cpu")
-            if group is None or not part.numel():
-                continue
-            operation = Collective("reduce", part.nbytes, members)
-            with self.failing(operation):
-                # torch's reduce_scatter does the same over NCCL where parts have different sizes, and sums all of it
-                # everywhere over Gloo (torch 2.13)
-                work = dist.reduce(part, member, group=group, async_op=True)
-            works.append(GroupWork(self, operation, work, part))
-        return Several(*works)
+        # torch's reduce_scatter does the same over NCCL where parts have different sizes, and sums all of it everywhere
+        # over Gloo (torch 2.13)
+        return Several(
+            *(
+                self._collective("reduce", part, members, partial(dist.reduce, dst=member))
+                for part, member in zip(parts, members, strict=True)
+                if part.numel()
+            )
+        )
 
     @override
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
+        return self._collective("broadcast", tensor, members, partial(dist.broadcast, src=source))
+
+    def _collective(self, name: str, tensor: Tensor, members: tuple[int, ...], start: Callable[..., Any]) -> Work:
         group = self._group(members, host=tensor.device.type == "cpu")
         if group is None:
             return DONE
-        operation = Collective("broadcast", tensor.nbytes, members)
+        operation = Collective(name, tensor.nbytes, members)
         with self.failing(operation):
-            work = dist.broadcast(tensor, source, group=group, async_op=True)
+            work = start(tensor, group=group, async_op=True)
         return GroupWork(self, operation, work, tensor)
 
     @override
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
-        members = self.topology.everyone if members is None else members
-        if self._group(members, host=True) is not None:
-            self.all_reduce(torch.zeros(1), members).wait()
+        self.all_reduce(torch.zeros(1), self.topology.everyone if members is None else members).wait()
 
     @override
     def abort(self) -> None:

@@ -103,7 +103,7 @@ class RecordingTransport(NcclTransport):
 class _Board:
     """In the place of the failure board: hears which action is under way."""
 
-    overdue = False
+    overdue, limit = False, 0.0
     program: Sequence[Action] = ()
 
     def __init__(self, events: list[Event]) -> None:
@@ -161,17 +161,17 @@ class _Distributed:
 
         return group.join("all-reduce", tensor, combine)
 
-    def reduce(self, tensor: Tensor, destination: int, group: _Group, async_op: bool) -> _Work:
+    def reduce(self, tensor: Tensor, dst: int, group: _Group, async_op: bool) -> _Work:
         def combine(tensors: dict[int, Tensor]) -> None:
-            copy_bytes(tensors[destination], torch.stack([tensors[member] for member in sorted(tensors)]).sum(0))
+            copy_bytes(tensors[dst], torch.stack([tensors[member] for member in sorted(tensors)]).sum(0))
 
-        return group.join(f"reduce for {destination}", tensor, combine)
+        return group.join(f"reduce for {dst}", tensor, combine)
 
-    def broadcast(self, tensor: Tensor, source: int, group: _Group, async_op: bool) -> _Work:
+    def broadcast(self, tensor: Tensor, src: int, group: _Group, async_op: bool) -> _Work:
         def combine(tensors: dict[int, Tensor]) -> None:
             for member, target in tensors.items():
-                if member != source:
-                    copy_bytes(target, tensors[source])
+                if member != src:
+                    copy_bytes(target, tensors[src])
 
         return group.join("broadcast", tensor, combine)
 
