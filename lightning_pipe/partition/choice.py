@@ -121,11 +121,17 @@ def choose(module: nn.Module, calls: Sequence[Call], stages: int, *, passes: flo
     names = _with_elements(found.layers, calls, parts)
     numbers = {name: number for number, name in enumerate(names)}
     runs = [numbers[name] for name in found.runs if name in numbers]
+    # closed again, a module would lie around a layer that it does not call itself
+    closable = [
+        each
+        for each in opened
+        if all(any(within(name, part) for part in each[2]) for name in names if within(name, each[0]))
+    ]
     return Chosen(
         [(name, parts[name]) for name in names],
         [found.work.get(name, 0.0) for name in names],
         runs,
-        opened if len(runs) == len(found.layers) else [],
+        closable if len(runs) == len(found.layers) else [],
     )
 
 

@@ -124,6 +124,13 @@ def test_modules_on_one_stage_are_closed_again() -> None:
         assert ([name for name, _ in layers], found) == (closed, numbers)
 
 
+def test_a_module_around_a_layer_that_it_does_not_call_stays_open() -> None:
+    net = Net("model", "model.table", "model.body", "head")
+    step = [*calls("model.table"), Call("model", 1.0, calls("model.body")), *calls("head")]
+    layers, numbers = choose(net, step, 2).closed([2, 1])
+    assert ([name for name, _ in layers], numbers) == (["model.table", "model.body", "head"], [2, 1])
+
+
 def test_a_clear_sequence_serves_if_it_does_the_work() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     layers = find_layers(net)
