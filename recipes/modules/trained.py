@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.data.vocabulary import Vocabulary
+from recipes.errors import RecipeError
 from recipes.optimizers import MakeOptimizer, MakeScheduler, decay_groups
 from recipes.samples import Shown
 
@@ -68,9 +69,20 @@ class Trained(L.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if not self.strict_loading:
-            state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {name: state[name] for name in state if not name.startswith(self.head)}
+        if self.strict_loading:
+            return
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: state[name] for name in state if not name.startswith(self.head)}
+        own = [name for name, _ in self.named_parameters() if not name.startswith(self.head)]
+        missing = [name for name in own if name not in state]
+        if missing:
+            raise RecipeError(
+                f"The checkpoint lacks {len(missing)} of the {len(own)} parameters that a transfer takes over, such as "
+                f"{missing[0]}.",
+                hint="transfer=true needs a checkpoint of the same model, but for its head.",
+            )
+        # where the other run was in its own data
+        checkpoint.pop(type(self.trainer.datamodule).__qualname__, None)  # type: ignore[attr-defined]
 
     @override
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from recipes.data.segment_pairs import IGNORED
 from recipes.data.translation import collated
+from recipes.errors import RecipeError
 from recipes.models.amoebanet_parts import DropPath
 from recipes.modules.amoebanet import AmoebaNetClassifier
 from recipes.modules.bert import BERT
@@ -82,6 +83,11 @@ def test_a_transfer_takes_everything_but_the_head(tmp_path: Path) -> None:
         anew = name.startswith(other.head)
         assert torch.equal(value, fresh[name] if anew else given.state_dict()[name]), name
     assert any(name.startswith("model.auxiliary_head.") for name in fresh)
+    saved = torch.load(tmp_path / "six.ckpt")
+    saved["state_dict"] = {f"net.{name}": value for name, value in saved["state_dict"].items()}
+    torch.save(saved, tmp_path / "renamed.ckpt")
+    with pytest.raises(RecipeError, match=r"lacks \d+ of the \d+ parameters .* such as model\."):
+        L.Trainer(**quiet).validate(other, loader, ckpt_path=str(tmp_path / "renamed.ckpt"), verbose=False)
 
 
 def images(count: int = 4) -> dict[str, Tensor]:
