@@ -74,8 +74,10 @@ def present(folder: Path, target: str) -> list[str]:
     for archive in sorted(folder.rglob("*.zip")):
         with files.reading(archive):
             names += zipfile.ZipFile(archive).namelist()
-    pair = re.compile(rf"(?<![a-z])(?:([a-z]{{2,3}})-{target}|{target}-([a-z]{{2,3}}))(?![a-z])")
-    found = {one or other for name in names for one, other in pair.findall(name)}
+    language = r"([a-z]{2,3}(?:_[A-Za-z]{2,4})?)"  # de, zh_cn, pt_BR
+    pair = re.compile(rf"(?<![A-Za-z_])(?:{language}-{target}|{target}-{language})(?![A-Za-z_])")
+    pairs = [(name, one or other) for name in names for one, other in pair.findall(name)]
+    found = {one for name, one in pairs if name.endswith((f".{one}", f".{target}", ".zip", ".tsv", ".jsonl"))}
     if not found:
         raise RecipeError(f"{folder} has no pairs with {target}.", hint=f"Pairs of languages may come in {KINDS}.")
     return [f"{source}-{target}" for source in sorted(found)]

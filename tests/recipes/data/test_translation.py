@@ -156,8 +156,12 @@ def test_all_pairs_are_those_that_the_files_have(tmp_path: Path) -> None:
     with zipfile.ZipFile(folder / "OpenSubtitles.zip", "w") as archive:
         for language in ("en", "pt"):
             archive.writestr(f"OpenSubtitles.en-pt.{language}", "text\n" * 400)
+    for split in ("train", "valid"):
+        for language in ("pt_BR", "en"):
+            (folder / f"{split}.pt_BR-en.{language}").write_text("text\n" * 4)
+    (folder / "README.all-en.txt").write_text("All of it.")
     texts = parallel.local_files(folder, ["*-en"])
-    assert sorted(texts.splits["train"]) == ["de-en", "fr-en", "pt-en", "sv-en"]
+    assert sorted(texts.splits["train"]) == ["de-en", "fr-en", "pt-en", "pt_BR-en", "sv-en"]
     assert next(iter(texts.splits["train"]["sv-en"]())) == ("ett", "one")
 
 
