@@ -78,10 +78,17 @@ def cells(order: Iterable[Action]) -> Iterator[str]:
     """The actions of one rank as a CSV file has them, one cell for each block."""
     for block in blocks(order):
         text = ";".join(map(str, block))
-        yield text if len(block) == 1 else f"({text}){JOINT_FORWARD if block[-1].kind is Kind.FORWARD else OVERLAP}"
+        yield text if len(block) == 1 else f"({text}){joint_name(block[-1])}"
 
 
-OVERLAP, JOINT_FORWARD = "OVERLAP_F_B", "JOINT_F"
-"""What cells call a forward and a backward pass that are one action, in torch as well, and two such forward passes."""
+def joint_name(last: Action) -> str:
+    """What cells call a forward and a backward pass that are one action, in torch as well, and two forward passes.
+
+    Args:
+        last: the second one.
+    """
+    return "JOINT_F" if last.kind is Kind.FORWARD else "OVERLAP_F_B"
+
+
 Placement = Mapping[tuple[int, int], int]
 """``(pipe, stage) -> rank``: the rank that computes a stage for the micro-batches of a pipe."""

@@ -9,14 +9,14 @@ from os import PathLike
 from pathlib import Path
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules.action import COMPUTE, JOINT_FORWARD, OVERLAP, Action
+from lightning_pipe.schedules.action import COMPUTE, Action, joint_name
 from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.schedules.ir import Schedule
 
 _CELL = re.compile(r"(\d+)([A-Z]+)(\d+)(?:@(\d+))?")
 _INSERTED = re.compile(r"\d+(?:(?:UN|RE)SHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d+)")
 """What torch's files may have besides; here messages and reductions follow from the order of the rest."""
-_BLOCK = re.compile(rf"\((.*)\)(?:{OVERLAP}|{JOINT_FORWARD})")
+_BLOCK = re.compile(r"\(([^;]*);([^;]*)\)([A-Z_]+)")
 _KINDS = {kind.value: kind for kind in COMPUTE}
 
 
@@ -39,7 +39,8 @@ def read_csv(path: str | PathLike[str], name: str | None = None) -> Schedule:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             for number, row in enumerate(csv.reader(file), start=1):
-                orders.append(parse_row(row, where=f"{path}, row {number}"))
+                if row:  # an empty line is no rank: one with nothing to do cannot be in a schedule
+                    orders.append(parse_row(row, where=f"{path}, row {number}"))
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8 ({error})"
         raise ScheduleError(f"The schedule file {path} cannot be read: {reason}.") from error
@@ -60,7 +61,7 @@ def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
         if not cell or _INSERTED.fullmatch(cell):
             continue
         block = _BLOCK.fullmatch(cell)
-        for place, part in enumerate(block[1].split(";") if block else [cell]):
+        for place, part in enumerate(block.groups()[:2] if block else [cell]):
             match = _CELL.fullmatch(part.strip())
             if match is None or match[2] not in _KINDS:
                 raise ScheduleError(
@@ -69,4 +70,6 @@ def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
                 )
             stage, kind, micro_batch, pipe = match.groups()
             actions.append(Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0), joined=place > 0))
+        if block and block[3] != (name := joint_name(actions[-1])):
+            raise ScheduleError(f"{where}, column {column}: {cell!r} joins what is called {name}.")
     return actions

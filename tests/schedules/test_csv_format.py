@@ -31,7 +31,7 @@ def test_the_file_is_one_row_per_rank(tmp_path: Path) -> None:
 
 def test_idle_cells_spaces_and_split_backwards_are_read(tmp_path: Path) -> None:
     path = tmp_path / "zero.csv"
-    path.write_text("0F0,0F1,,0I0, 0I1,0W0,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n", encoding="utf-8-sig")
+    path.write_text("0F0,0F1,,0I0, 0I1,0W0,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n\n", encoding="utf-8-sig")
     schedule = read_csv(path)
     assert (schedule.name, schedule.ranks, schedule.stages, schedule.micro_batches) == ("zero", 2, 2, 2)
     assert " ".join(map(str, schedule.actions[1])) == "1F0 1I0 1F1 1I1 1W0 1W1"
@@ -45,6 +45,8 @@ def test_idle_cells_spaces_and_split_backwards_are_read(tmp_path: Path) -> None:
         ("0F0,0SEND_X0\n", "kinds are B, F, I, R"),
         ("0F0\n1F0,1B0\n", "never runs B or I of micro-batch 0 at stage 0"),
         ("", "no actions"),
+        ("(0F1;0B0)JOINT_F\n", r"'\(0F1;0B0\)JOINT_F' joins what is called OVERLAP_F_B"),
+        ("(0F0)OVERLAP_F_B\n", r"'\(0F0\)OVERLAP_F_B' is not an action"),
     ],
 )
 def test_what_cannot_be_read_is_named(text: str, message: str, tmp_path: Path) -> None:
