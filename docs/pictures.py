@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from matplotlib.transforms import Bbox
 
 from lightning_pipe import schedules, simulate
 from lightning_pipe.schedules import Kind
@@ -42,12 +44,6 @@ def trade(path: Path, ranks: int, micro_batches: int) -> None:
             labels.setdefault(point, []).append(re.sub(r" \w+=", " ", row.label))
             filled = COLOURS[Kind.FORWARD] if row.weights == 1 else "none"
             axes.plot(*point, "o", markersize=7, color=COLOURS[Kind.FORWARD], markerfacecolor=filled)
-    for (x, y), names in labels.items():
-        text, left = ", ".join(names), names[0] in ("zero_bubble v", "zero_bubble v_half", "zero_bubble v_min")
-        below = any(0 < other - y < 5 and at == x for at, other in labels)
-        offset = (-6 if left else 6, -8 if below else -2)
-        side = "right" if left else "left"
-        axes.annotate(text, (x, y), offset, textcoords="offset points", ha=side, fontsize=8, color=DARK)
     axes.set_yscale("log")
     ticks = (5, 10, 20, 40, 80)
     axes.set_yticks(ticks, [f"{tick} %" for tick in ticks])
@@ -57,7 +53,23 @@ def trade(path: Path, ranks: int, micro_batches: int) -> None:
     axes.set_xlabel(f"activations, in micro-batches on 1/{ranks} of the model")
     axes.set_ylabel("bubble")
     axes.set_title(f"{ranks} ranks, {micro_batches} micro-batches; empty: two copies of the weights", fontsize=10)
+    figure.draw_without_rendering()  # from here on the axes are where they stay
+    taken = [Bbox.from_extents(*(at - 4), *(at + 4)) for at in map(axes.transData.transform, labels)]
+    for point, names in sorted(labels.items()):
+        taken.append(_labelled(axes, point, ", ".join(names), taken))
     figure.savefig(path, dpi=160)
+
+
+def _labelled(axes: Axes, point: tuple[float, float], text: str, taken: list[Bbox]) -> Bbox:
+    """Write beside a point, where nothing else is; returns where."""
+    for offset, side in product((-2, -9, 6, -16, 13), ("left", "right")):
+        place = (6 if side == "left" else -6, offset)
+        label = axes.annotate(text, point, place, textcoords="offset points", ha=side, fontsize=8, color=DARK)
+        box = label.get_window_extent()
+        if not box.count_overlaps(taken) and axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1:
+            return box
+        label.remove()
+    raise RuntimeError(f"{text!r} has no place in the picture.")
 
 
 def reproduced(path: Path) -> None:

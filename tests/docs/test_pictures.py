@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from docs import pictures
 from tests.docs.blocks import PAGES
@@ -17,6 +19,8 @@ def test_every_picture_is_drawn_and_used(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     pictures.main()
     assert {path.name for path in tmp_path.iterdir()} == there
+    stale = [name for name in there if not np.array_equal(imread(folder / name), imread(tmp_path / name))]
+    assert stale == [], "make pictures draws them again"
     shown = [
         (page.parent / name).resolve()
         for page in PAGES
