@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.batch import THOROUGH
@@ -51,7 +52,7 @@ def test_the_first_batches_in_which_more_is_compared_do_not_count(monkeypatch: p
         def train(self, *_: Any) -> None:
             (time.sleep if next(batches) <= THOROUGH else sleeping.sleep)(0.02)
 
-    monkeypatch.setattr(sleeping, "_pipeline", lambda *_: (Pipeline(), None, [None]))
+    monkeypatch.setattr(sleeping, "_pipeline", lambda *_: (Pipeline(), nn.Sequential(), [None]))
     case = Case(schedules.get("1f1b"), 1, 0, 0, batches=1)
     ((bubble,),) = run_threads(thread_world(Topology(1)), lambda transport: measure(transport, [case]), timeout=60)
     assert next(batches) == 1 + THOROUGH + 1
