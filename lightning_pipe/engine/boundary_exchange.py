@@ -28,7 +28,7 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.intercept.call_record import RunRecord, Value
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.transport.base import IncomingParts, Lane, Transport, Words, Work
+from lightning_pipe.transport.base import Lane, Parts, Transport, Words, Work
 from lightning_pipe.transport.message_layout import MessageLayout, mask_words, to_bits, to_words
 
 _AGREED, _CHANGED = 0, 1
@@ -147,7 +147,7 @@ class BoundaryExchange:
     asking: Callable[[], int] = int
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
     # with the plan by which it was posted: another may be in force by the time it is filled
-    _posted: dict[tuple[str, BoundaryKey], tuple[IncomingParts, BoundaryPlan]] = field(default_factory=dict)
+    _posted: dict[tuple[str, BoundaryKey], tuple[Parts, BoundaryPlan]] = field(default_factory=dict)
     _sending: deque[list[Work]] = field(default_factory=deque)
     _of_earlier: deque[tuple[int, list[Work]]] = field(default_factory=deque)
     # by peer and pipe: the gradients sent there that it has not said to have used, and how many of its own are used

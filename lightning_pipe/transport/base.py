@@ -61,15 +61,8 @@ class Work(Protocol):
         """
 
 
-class IncomingParts(Protocol):
-    """A receive of control words and tensors under way."""
-
-    def wait(self) -> tuple[list[int], list[Tensor]]:
-        """Wait for the message; returns its control words and tensors."""
-
-
 class Parts(NamedTuple):
-    """A receive under way, and the function that reads the message once it has come."""
+    """A receive of control words and tensors under way, and the function that reads the message once it has come."""
 
     work: Work
     read: Callable[[], tuple[list[int], list[Tensor]]]
@@ -168,9 +161,7 @@ class Transport(ABC):
         """
         return (self.send(layout.pack(control if self.inline_control else (), tensors, self.device), peer, lane),)
 
-    def receive_parts(
-        self, layout: MessageLayout, peer: int, lane: Lane, control: Callable[[], Words]
-    ) -> IncomingParts:
+    def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, control: Callable[[], Words]) -> Parts:
         """Start to receive what `send_parts` sends; ``control`` gets the words that stay behind."""
         data = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
         work = self.receive(data, peer, lane)

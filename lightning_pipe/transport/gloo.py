@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipe.transport.base import IncomingParts, Lane, Message, Words, Work
+from lightning_pipe.transport.base import Lane, Message, Words, Work
 from lightning_pipe.transport.message_layout import MessageLayout
 from lightning_pipe.transport.shared_memory.rendezvous import connect_local
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.torch_distributed import TorchTransport
-from lightning_pipe.transport.work import LocalReceive, StagedReceive
+from lightning_pipe.transport.work import StagedReceive
 
 
 class GlooTransport(TorchTransport):
@@ -69,17 +69,6 @@ class GlooTransport(TorchTransport):
             # written where the process of this host reads it
             local.hand_over(layout.size, lambda address: layout.write(address, control, tensors), _lane_tag(lane))
         return ()
-
-    @override
-    def receive_parts(
-        self, layout: MessageLayout, peer: int, lane: Lane, control: Callable[[], Words]
-    ) -> IncomingParts:
-        local = self._local.get(self.peers[peer])
-        if local is None or not self.inline_control:
-            return super().receive_parts(layout, peer, lane, control)
-        operation = Message("receive", layout.size, self.names[peer], lane)
-        with self.failing(operation):
-            return LocalReceive(self, operation, local, local.expect(layout.size, layout.read, _lane_tag(lane)))
 
 
 def _lane_tag(lane: Lane) -> int:

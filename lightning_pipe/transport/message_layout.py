@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_pipe.tensor_spec import TensorSpec
 
-Part = TypeVar("Part")
 _ALIGNMENT = 16  # torch views bytes as complex128 only at such offsets
 _BITS = 62  # of a mask in one control word, which is signed
 _HOST = torch.device("cpu")
@@ -98,18 +96,9 @@ class MessageLayout:
                     raw = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST).copy_(tensor)
             ctypes.memmove(address + offset, raw.data_ptr(), count)
 
-    def read(self, address: int) -> tuple[list[int], list[Tensor]]:
-        """Copy the control words and the tensors out of host memory."""
-        control = list(self._control.unpack(ctypes.string_at(address, self._control.size)))
-        tensors = []
-        for spec, (offset, count), _, strides in self._places(self.specs):
-            tensor = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST)
-            if count:
-                ctypes.memmove(tensor.data_ptr(), address + offset, count)
-            tensors.append(tensor)
-        return control, tensors
-
-    def _places(self, tensors: Iterable[Part]) -> Iterator[tuple[Part, tuple[int, int], TensorSpec, tuple[int, ...]]]:
+    def _places(
+        self, tensors: Sequence[Tensor | None]
+    ) -> Iterator[tuple[Tensor | None, tuple[int, int], TensorSpec, tuple[int, ...]]]:
         """Each tensor with its offset and size in bytes, its specification and its strides."""
         return zip(tensors, self._parts, self.specs, self._strides, strict=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -97,12 +97,11 @@ class LocalReceive:
         self._peer = peer
         self._posted = posted
 
-    def wait(self) -> Any:
-        """Wait for the message; returns what its reader made of it."""
+    def wait(self) -> None:
+        """Wait for the message."""
         if self._posted.done:
-            return self._posted.result
+            return
         self._transport.waiting = self._operation
         with self._transport.failing(self._operation):
             self._peer.wait(self._posted)
         self._transport.waiting = None
-        return self._posted.result

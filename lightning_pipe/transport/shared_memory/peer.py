@@ -57,19 +57,16 @@ class PostedReceive:
     """A receive that was posted.
 
     Args:
-        size: bytes of the message.
-        read: reads it where it lies, by its address.
+        data: gets the message: a flat tensor of bytes of its size.
 
     Attributes:
-        done: whether it has been read.
-        result: what ``read`` returned.
+        done: whether it has come.
     """
 
-    __slots__ = ("done", "read", "result", "size")
+    __slots__ = ("data", "done")
 
-    def __init__(self, size: int, read: Callable[[int], Any]) -> None:
-        self.size, self.read = size, read
-        self.done, self.result = False, None
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.done = data, False
 
 
 class SharedMemoryPeer:
@@ -132,12 +129,8 @@ class SharedMemoryPeer:
         self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size) + self._given_back())
 
     def receive(self, data: Tensor, tag: int) -> PostedReceive:
-        """Post a receive into a flat tensor of bytes; see `expect`."""
-        return self.expect(data.numel(), lambda address: ctypes.memmove(data.data_ptr(), address, data.numel()), tag)
-
-    def expect(self, size: int, read: Callable[[int], Any], tag: int) -> PostedReceive:
-        """Post a receive of ``size`` bytes, which ``read`` reads at their address."""
-        posted = PostedReceive(size, read)
+        """Post a receive into a flat tensor of bytes, which has the message's size."""
+        posted = PostedReceive(data)
         self._posted[tag].append(posted)
         if self._arrived[tag]:
             self._deliver(tag)
@@ -227,9 +220,10 @@ class SharedMemoryPeer:
         """Give the oldest message of a tag to its oldest receive."""
         buffer, size = self._arrived[tag].popleft()
         posted = self._posted[tag].popleft()
-        if posted.size != size:
-            raise ConnectionError(f"{size} bytes were sent, {posted.size} expected: the ranks disagree")
-        posted.result = posted.read(buffer.address)
+        expected = posted.data.numel()
+        if size != expected:
+            raise ConnectionError(f"{size} bytes were sent, {expected} expected: the ranks disagree")
+        ctypes.memmove(posted.data.data_ptr(), buffer.address, size)
         posted.done = True
         self._read_out.append(buffer)
         if len(self._read_out) == _MOST_KEPT or sum(each.size for each in self._read_out) > _MOST_BYTES_KEPT:
