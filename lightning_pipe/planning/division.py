@@ -93,7 +93,7 @@ class Division:
         """
         names, note = frozenset[str](), ""
         if tensor > 1:
-            plan = plan_of(module)
+            plan = plan_of(module, tensor)
             names = frozenset(_of_plan(module, layers, plan) if plan else _matrices(layers))
             note = "" if plan else _GUESSED
         stay = left_whole(module, layers) if sharding == "parameters" else set()

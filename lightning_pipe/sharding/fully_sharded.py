@@ -28,6 +28,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA
 from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.sharding.roots import Root
+from lightning_pipe.sharding.tensor_parallel import check_alike
 from lightning_pipe.transport.base import Transport
 
 _OUTSIDE = -1
@@ -67,7 +68,7 @@ class FullySharded:
         *,
         reshard: bool = False,
     ) -> None:
-        self._transport, self._names, self._reshard = transport, names, reshard
+        self._module, self._transport, self._names, self._reshard = module, transport, names, reshard
         self._members = tuple(sorted(transport.topology.replica_processes(transport.rank)))
         self._units: dict[int, list[_Unit]] = {}
         named = {parameter: name for name, parameter in module.named_parameters()}
@@ -164,8 +165,8 @@ class FullySharded:
             for handle in waiting:
                 if handle is not None:
                     handle.wait()
-        for parameter in self._parameters(*keys):
-            self._names.also(parameter.unsharded, parameter.sharded)
+        for part, whole in self._parameters(*keys):
+            self._names.also(whole, part)
 
     def _free(self, keys: Sequence[int]) -> None:
         for module in self._modules(keys):
@@ -206,13 +207,13 @@ class FullySharded:
 
     @torch.no_grad()
     def _reduce(self, key: int) -> None:
-        found = [parameter for parameter in self._parameters(key) if parameter.sharded.requires_grad]
-        present = torch.tensor([parameter.unsharded.grad is not None for parameter in found], dtype=torch.int32)
+        found = [whole for part, whole in self._parameters(key) if part.requires_grad]
+        present = torch.tensor([whole.grad is not None for whole in found], dtype=torch.int32)
         self._transport.all_reduce(present, self._members).wait()
-        for parameter, somewhere in zip(found, present.tolist(), strict=True):
-            if somewhere and parameter.unsharded.grad is None:
+        for whole, somewhere in zip(found, present.tolist(), strict=True):
+            if somewhere and whole.grad is None:
                 # one that has a gradient on another replica: all take part in its sum, or none
-                parameter.unsharded.grad = torch.zeros_like(parameter.unsharded)
+                whole.grad = torch.zeros_like(whole)
         for unit in self._units[key]:
             unit.state._root_post_backward_final_callback()
 
@@ -232,31 +233,28 @@ class FullySharded:
 
         Args:
             holds: whether this rank holds what has a name.
+
+        Raises:
+            ConfigurationError: tensor ranks train whole parameters apart.
         """
+        check_alike(self._module, self._transport)
         kept = [unit for unit in self._units.pop(_OUTSIDE, []) if any(map(holds, unit.names))]
         if kept:
             self._units[_OUTSIDE] = kept
         self._order = sorted(self._units, reverse=True)
 
     def _whole(self) -> Iterator[nn.Parameter]:
-        found = (parameter.unsharded for parameter in self._parameters(*self._order))
-        return (parameter for parameter in found if parameter is not None)
+        return (whole for _, whole in self._parameters(*self._order) if whole is not None)
 
     def _modules(self, keys: Iterable[int]) -> list[FSDPModule]:
         return [unit.state._modules[0] for key in keys for unit in self._units.get(key, ())]
 
-    def _parameters(self, *keys: int) -> Iterator[_Parameter]:
-        for key in keys:
-            for unit in self._units.get(key, ()):
-                yield from map(_Parameter, _of_state(unit.state))
-
-
-class _Parameter:
-    """A parameter of FSDP: its part, and the whole one while it is gathered."""
-
-    def __init__(self, own: Any) -> None:
-        self.sharded: nn.Parameter = own.sharded_param
-        self.unsharded: Any = getattr(own, "_unsharded_param", None)
+    def _parameters(self, *keys: int) -> Iterator[tuple[nn.Parameter, Any]]:
+        """Each parameter's part, and the whole one, once it has been gathered."""
+        units = [unit for key in keys for unit in self._units.get(key, ())]
+        return (
+            (own.sharded_param, getattr(own, "_unsharded_param", None)) for u in units for own in _of_state(u.state)
+        )
 
 
 def shard(root: Root, mesh: Any, reduce_dtype: torch.dtype | None, whole: set[nn.Parameter]) -> None:

@@ -15,7 +15,6 @@ from lightning_pipe.parameters.ownership import Ownership, named_tensors
 from lightning_pipe.sharding import tensor_parallel
 from lightning_pipe.sharding.fully_sharded import FullySharded, shard
 from lightning_pipe.sharding.roots import Root, left_whole, stages_of_parts, tied
-from lightning_pipe.sharding.styles import check_plan
 from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.sharding.undone import Surface
 from lightning_pipe.transport.base import Transport
@@ -75,7 +74,7 @@ class ShardedModel:
     def _divider(self, parallelize: Parallelize | None) -> Callable[[Root, Any], object]:
         if parallelize is not None:
             return lambda root, mesh: parallelize(root.module, mesh)
-        plan = tensor_parallel.plan_of(self._module)
+        plan = tensor_parallel.plan_of(self._module, self._transport.topology.tensor)
         if not plan:
             raise ConfigurationError(
                 f"tensor_parallel_size={self._transport.topology.tensor}, and nothing says how "
@@ -84,7 +83,6 @@ class ShardedModel:
                 hint="Use PipeStrategy(parallelize=lambda layer, mesh: parallelize_module(layer, mesh, …)), or call "
                 'parallelize_module(…, self.device_mesh["tensor_parallel"], …) in configure_model.',
             )
-        check_plan(plan)
         return tensor_parallel.by_plan(plan, tied(self._module, self._layers))
 
     @torch.no_grad()

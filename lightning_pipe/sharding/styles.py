@@ -22,51 +22,19 @@ from lightning_pipe.torch_internals import tree_map
 EXPERTS, NORM = "moe_tp_experts", "replicated_with_grad_allreduce"
 """Styles of modules that compute with parts: a part of each expert, and whole parameters on a part of the heads."""
 
-OWN_PLAN = (
-    "Say how each layer is divided: PipeStrategy(parallelize=lambda layer, mesh: parallelize_module(layer, mesh, …))"
-)
-
-
-def styles() -> Mapping[str, ParallelStyle]:
-    """Torch's styles by the names that plans of Transformers have for them."""
-    gathered, split = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
-    return {
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(),
-        **dict.fromkeys(("colwise_rep", "colwise_gather_output"), gathered),
-        **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), split),
-    }
-
-
-def of_parameters() -> Mapping[str, Placement]:
-    """How the parameters of experts are divided, whose last two dimensions are rows and columns."""
-    # gate and up lie in one parameter, one behind the other: each rank has a part of both
-    packed = placement_types._StridedShard(1, split_factor=2)
-    return {"colwise": Shard(1), "packed_colwise": packed, "rowwise": Shard(2)}
-
-
-def check_plan(plan: Mapping[str, str]) -> None:
-    """Refuse a plan with styles that are not supported.
-
-    Args:
-        plan: styles by patterns of dotted names, of modules and of parameters of experts.
-
-    Raises:
-        ConfigurationError: names them.
-    """
-    known = {*styles(), EXPERTS, NORM}
-    unknown = {
-        pattern: style
-        for pattern, style in plan.items()
-        if style not in (of_parameters() if plan.get(pattern.rpartition(".")[0]) == EXPERTS else known)
-    }
-    if unknown:
-        pattern, style = next(iter(unknown.items()))
-        raise ConfigurationError(
-            f"The model's plan for tensor parallelism divides '{pattern}' by the style {style!r} ({len(unknown)} such "
-            f"entries); {', '.join(known)} are supported.",
-            hint=f"{OWN_PLAN}.",
-        )
+_STYLES: Mapping[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    **dict.fromkeys(("colwise_rep", "colwise_gather_output"), ColwiseParallel(output_layouts=Replicate())),
+    **dict.fromkeys(
+        ("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), RowwiseParallel(input_layouts=Replicate())
+    ),
+}
+"""Torch's styles by the names that plans of Transformers have for them."""
+# gate and up lie in one parameter, one behind the other: each rank has a part of both
+_PACKED = placement_types._StridedShard(1, split_factor=2)
+_OF_EXPERTS: Mapping[str | None, Placement] = {"colwise": Shard(1), "packed_colwise": _PACKED, "rowwise": Shard(2)}
+"""How the parameters of experts are divided, whose last two dimensions are rows and columns."""
 
 
 def apply_style(name: str, part: nn.Module, mesh: Any, style_of: Callable[[str], str | None]) -> None:
@@ -79,22 +47,24 @@ def apply_style(name: str, part: nn.Module, mesh: Any, style_of: Callable[[str],
         style_of: the style of a module or parameter.
 
     Raises:
-        ConfigurationError: the plan does not say how a parameter of experts is divided.
+        ConfigurationError: the style is not supported, or the plan does not say how a parameter of experts is divided.
     """
-    style, own = style_of(name), [key for key, _ in part.named_parameters(recurse=False)]
+    style = style_of(name)
+    own = {key: style_of(f"{name}.{key}") for key, _ in part.named_parameters(recurse=False)}
+    known = _OF_EXPERTS if style == EXPERTS else (None,)  # of experts a plan names the parameters
+    if style not in (None, EXPERTS, NORM, *_STYLES) or any(each not in known for each in own.values()):
+        raise ConfigurationError(
+            f"The model's plan for tensor parallelism divides '{name}' by the style {style!r} and its parameters by "
+            f"{own}, which is not supported.",
+            hint="Say how each layer is divided: PipeStrategy(parallelize=lambda layer, mesh: "
+            "parallelize_module(layer, mesh, …)).",
+        )
     if style == EXPERTS:
-        said = {key: of_parameters().get(style_of(f"{name}.{key}") or "") for key in own}
-        if left := [key for key, placement in said.items() if placement is None]:
-            raise ConfigurationError(
-                f"The model's plan for tensor parallelism divides the experts '{name}', and says nothing of their "
-                f"'{left[0]}'.",
-                hint=f"{OWN_PLAN}.",
-            )
-        _compute_with_parts(part, mesh, said, summed=True)  # type: ignore[arg-type]
+        _compute_with_parts(part, mesh, {key: _OF_EXPERTS[each] for key, each in own.items()}, summed=True)
     elif style == NORM:
         _compute_with_parts(part, mesh, dict.fromkeys(own, Replicate()), summed=False)
     elif style is not None:
-        parallelize_module(part, mesh, styles()[style])
+        parallelize_module(part, mesh, _STYLES[style])
 
 
 def _compute_with_parts(part: nn.Module, mesh: Any, placements: Mapping[str, Placement], *, summed: bool) -> None:

@@ -6,28 +6,43 @@ and seeds. A layer takes and returns plain tensors; inside, torch's DTensor divi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_pipe.errors import ConfigurationError, CutError
-from lightning_pipe.local_parts import TENSOR, divides, is_divided
+from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.local_parts import TENSOR, dimensions, divides, is_divided, local
 from lightning_pipe.sharding.roots import Root
 from lightning_pipe.sharding.styles import apply_style
 from lightning_pipe.torch_internals import tree_leaves
+from lightning_pipe.transport.base import Transport
+
+_UNLIKE = 0.05
+"""Of a norm: rounding makes no such difference, other values do."""
 
 Parallelize = Callable[[nn.Module, Any], object]
 """Divides a layer, or a module outside the layers, over a mesh of one dimension."""
 
 
-def plan_of(module: nn.Module) -> dict[str, str]:
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""By the end of a pattern in a plan: of what a tensor rank needs a whole number."""
+
+
+def plan_of(module: nn.Module, size: int) -> dict[str, str]:
     """The plans of the models of Transformers in a module: styles by patterns of dotted names.
 
     Args:
         module: the user's module.
+        size: tensor ranks.
+
+    Raises:
+        ConfigurationError: these do not divide the heads of an attention.
     """
     found: dict[str, str] = {}
     for name, part in module.named_modules():
@@ -36,6 +51,15 @@ def plan_of(module: nn.Module) -> dict[str, str]:
         if not hasattr(part, "base_model"):
             continue
         for plan in (own, of_base if part.base_model is part else None):
+            for end, name_of_heads in _HEADS.items():
+                heads = getattr(config, name_of_heads, None) or size
+                if heads % size and any(pattern.endswith(end) for pattern in plan or ()):
+                    raise ConfigurationError(
+                        f"{type(part).__name__} has {name_of_heads}={heads}, which tensor_parallel_size={size} does "
+                        "not divide evenly.",
+                        hint="Use a tensor_parallel_size that divides it, or PipeStrategy(parallelize=…), which leaves "
+                        "the attention whole.",
+                    )
             found.update({f"{name}.{pattern}".lstrip("."): style for pattern, style in (plan or {}).items()})
     return found
 
@@ -93,28 +117,50 @@ def check_divided(module: nn.Module, roots: Sequence[Root], tied: Sequence[set[s
             )
     for root in roots:
         for name, parameter in root.module.named_parameters(prefix=root.name):
-            if is_divided(parameter):
+            if TENSOR in dimensions(parameter):  # replicas alone may divide unevenly
                 _check_even(name, parameter)
 
 
+@torch.no_grad()
+def check_alike(module: nn.Module, transport: Transport) -> None:
+    """Refuse gradients of whole parameters that tensor ranks do not have alike. Collective over these.
+
+    Args:
+        module: the user's module, behind the passes of a training batch.
+        transport: this process's transport.
+
+    Raises:
+        ConfigurationError: each tensor rank would train a parameter of its own.
+    """
+    own = {}
+    for name, each in module.named_parameters() if transport.topology.tensor > 1 else ():
+        over = getattr(getattr(each, "device_mesh", None), "mesh_dim_names", ())
+        if each.grad is not None and TENSOR not in over and not is_absent(each):
+            gradient = local(each.grad).double()
+            own[name] = float(gradient.sum()), float(gradient.norm())
+    for theirs in transport.all_gather_object(own, transport.topology.tensor_processes(transport.process)):
+        for name, (total, norm) in own.items():
+            other = theirs.get(name, (math.inf, math.inf))
+            if max(abs(other[0] - total), abs(other[1] - norm)) > _UNLIKE * norm:
+                raise ConfigurationError(
+                    f"Tensor ranks have different gradients of '{name}', which is whole on each of them: it sees a "
+                    "part of the values on each.",
+                    hint="Name its module in the plan: SequenceParallel() for a norm of a part of a sequence.",
+                )
+
+
 def _check_even(name: str, parameter: Any) -> None:
-    mesh = parameter.device_mesh
-    pieces: dict[int, int] = {}
-    for dim, (name_of_dim, placement) in reversed(
-        list(enumerate(zip(mesh.mesh_dim_names, parameter.placements, strict=True)))
-    ):
-        at = placement.dim % parameter.ndim if divides(placement) else None
-        # the tensor ranks come last: replicas alone may divide unevenly
-        if at is not None and (name_of_dim == TENSOR or at in pieces):
-            strips = getattr(placement, "split_factor", 1) if name_of_dim == TENSOR else 1
-            pieces[at] = pieces.get(at, 1) * mesh.size(dim) * strips
-    for dim, count in pieces.items():
-        if parameter.shape[dim] % count:
-            raise ConfigurationError(
-                f"Dimension {dim} of '{name}' has {parameter.shape[dim]} places, which {count} processes do not divide "
-                f"evenly ({parameter.shape[dim]} / {count} = {parameter.shape[dim] / count:.2f}).",
-                hint="Use another tensor_parallel_size, or leave the module out of the plan.",
-            )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    tensor = placements[mesh.mesh_dim_names.index(TENSOR)]
+    dim = tensor.dim % parameter.ndim
+    over = [number for number, each in enumerate(placements) if divides(each) and each.dim % parameter.ndim == dim]
+    size, count = parameter.shape[dim], math.prod(map(mesh.size, over)) * getattr(tensor, "split_factor", 1)
+    if size % count:
+        raise ConfigurationError(
+            f"Dimension {dim} of '{name}' has {size} places, which {count} processes do not divide evenly "
+            f"({size} / {count} = {size / count:.2f}).",
+            hint="Use another tensor_parallel_size, or leave the module out of the plan.",
+        )
 
 
 def hooks_inside(name: str, layer: nn.Module) -> None:

@@ -107,6 +107,8 @@ def check_sharding(shard_optimizer: Sharding, tensor_parallel_size: int, paralle
             hint='Use True, which divides the optimizer\'s state, "gradients", which divides gradients as well, or '
             '"parameters", which divides these, too.',
         )
+    if not isinstance(tensor_parallel_size, int):
+        raise ConfigurationError(f"tensor_parallel_size={tensor_parallel_size!r}: a whole number is needed.")
     in_parts(shard_optimizer, tensor_parallel_size)
     if parallelize is not None and tensor_parallel_size == 1:
         raise ConfigurationError(

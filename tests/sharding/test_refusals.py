@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +21,15 @@ from lightning_pipe.config import layout
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.sharding.fully_sharded import FullySharded
 from lightning_pipe.sharding.roots import Root, left_whole, roots_of, stages_of_parts, tied
-from lightning_pipe.sharding.styles import EXPERTS, apply_style, check_plan
-from lightning_pipe.sharding.tensor_parallel import check_divided, hooks_inside, names_by_parameter, plan_of
-from lightning_pipe.trainer.model_sharding import check
+from lightning_pipe.sharding.styles import EXPERTS, apply_style
+from lightning_pipe.sharding.tensor_parallel import (
+    check_alike,
+    check_divided,
+    hooks_inside,
+    names_by_parameter,
+    plan_of,
+)
+from lightning_pipe.trainer.model_sharding import ModelSharding, check
 from tests.support.sharded_runs import MODELS
 
 
@@ -32,6 +39,7 @@ from tests.support.sharded_runs import MODELS
         ({"shard_optimizer": "weights"}, "not supported"),
         ({"shard_optimizer": True, "tensor_parallel_size": 2}, "has parts of them"),
         ({"parallelize": lambda layer, mesh: None}, "tensor_parallel_size is 1"),
+        ({"tensor_parallel_size": "auto"}, "a whole number is needed"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
@@ -73,27 +81,34 @@ def test_compiled_layers() -> None:
         check(module, pipeline)
 
 
-def test_styles_without_a_counterpart() -> None:
-    check_plan({"layers.*.q": "colwise", "head": "colwise_gather_output"})
-    check_plan({"experts.up": "packed_colwise", "experts.down": "rowwise", "experts": "moe_tp_experts"})
-    with pytest.raises(ConfigurationError, match="'experts' by the style 'ep_dispatch_experts'"):
-        check_plan({"experts": "ep_dispatch_experts"})
-    with pytest.raises(ConfigurationError, match="'qkv' by the style 'packed_colwise'"):
-        check_plan({"qkv": "packed_colwise"})
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"part": "ep_dispatch_experts"}, "divides 'part' by the style 'ep_dispatch_experts'"),
+        ({"part": "packed_colwise"}, "divides 'part' by the style 'packed_colwise'"),
+        ({"part.bias": "colwise"}, "divides 'part' by the style None and its parameters by {'weight': None, 'bias'"),
+        ({"part": EXPERTS, "part.weight": "packed_colwise"}, "by {'weight': 'packed_colwise', 'bias': None}"),
+    ],
+)
+def test_styles_without_a_counterpart(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        apply_style("part", nn.Bilinear(2, 2, 2), None, plan.get)
 
 
-def test_experts_of_which_a_plan_says_too_little() -> None:
-    experts = nn.Bilinear(2, 2, 2)
-    plan = {"experts": EXPERTS, "experts.weight": "packed_colwise"}
-    with pytest.raises(ConfigurationError, match="divides the experts 'experts', and says nothing of their 'bias'"):
-        apply_style("experts", experts, None, plan.get)
+def test_heads_that_tensor_ranks_do_not_divide() -> None:
+    module = MODELS["llama"].build()
+    with pytest.raises(ConfigurationError, match="num_attention_heads=2, which tensor_parallel_size=3 does not divide"):
+        plan_of(module, 3)
+    module.model.config.num_key_value_heads = 1
+    with pytest.raises(ConfigurationError, match="num_key_value_heads=1, which tensor_parallel_size=2 does not divide"):
+        plan_of(module, 2)
 
 
 def test_plans_of_transformers_are_found() -> None:
-    plan = plan_of(MODELS["llama"].build())
+    plan = plan_of(MODELS["llama"].build(), 2)
     assert plan["model.model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.lm_head"] == "colwise_gather_output"
-    assert plan_of(MODELS["gpt2"].build()) == {}
+    assert plan_of(MODELS["gpt2"].build(), 2) == {}
 
 
 def test_a_tied_weight_that_is_divided_in_one_place() -> None:
@@ -126,6 +141,34 @@ def test_sizes_that_do_not_divide(rows: int, even: bool) -> None:
         return
     with pytest.raises(ConfigurationError, match=rf"Dimension 0 of 'blocks.0.weight' has {rows} places"):
         check_divided(nn.Module(), roots, [])
+
+
+def test_whole_parameters_of_which_tensor_ranks_see_different_values() -> None:
+    module = nn.Linear(2, 1)
+    module(torch.ones(1, 2)).sum().backward()
+    places = SimpleNamespace(tensor=2, tensor_processes=lambda process: (0, 1))
+    transport: Any = SimpleNamespace(topology=places, process=0, all_gather_object=lambda own, members: [own, own])
+    check_alike(module, transport)
+    transport.all_gather_object = lambda own, members: [own, {**own, "bias": (-1.0, 1.0)}]
+    with pytest.raises(ConfigurationError, match="different gradients of 'bias', which is whole on each of them"):
+        check_alike(module, transport)
+
+
+class DividesInAHelper(L.LightningModule):
+    """Its ``configure_model`` does not name the mesh itself."""
+
+    def configure_model(self) -> None:
+        self.divide()
+
+    def divide(self) -> list[Any]:
+        return [self.device_mesh for _ in range(2)]
+
+
+def test_modules_that_ask_for_the_mesh_are_found() -> None:
+    sharding = ModelSharding(False, 1, None, None, False)
+    assert sharding.by_module(DividesInAHelper())
+    assert sharding.by_module(MODELS["divides_itself"].build())
+    assert not sharding.by_module(MODELS["pairs"].build())
 
 
 def test_a_layer_that_returns_a_part() -> None:

@@ -88,7 +88,7 @@ def train(process: int, replicas: int, tensor: int, sharding: Sharding, **sizes:
 
     def reduced(own: FullySharded, key: int) -> None:
         divided = own._parameters(*own._order)
-        most.look([each for one in divided for each in (one.sharded, one.unsharded)])
+        most.look([each for both in divided for each in both])
         reduce(own, key)
 
     strategy = PipeStrategy(
