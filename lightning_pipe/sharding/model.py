@@ -31,7 +31,7 @@ class ShardedModel:
         own: whether the module's own ``configure_model`` has divided parameters: nobody knows how to put them back.
 
     Attributes:
-        parameters: those that the replicas divide; ``None`` until `over_replicas`.
+        parameters: those that the replicas divide; ``None`` until `over_replicas`, and after `undo`.
         own: as given.
     """
 
@@ -126,6 +126,7 @@ class ShardedModel:
         """
         if self.parameters is not None:
             self.parameters.release()
+        self.parameters = None
         for surface in self._surfaces:
             surface.restore()
         self._surfaces.clear()

@@ -78,17 +78,16 @@ class ModelSharding:
             ConfigurationError: something in the run does not go with it.
         """
         self.model = None
-        if self.mesh is None:
-            return
         transport, own = pipeline.transport, any(map(is_divided, module.parameters()))
-        if self.by_module(module):  # a stage may have nothing of what the module has divided
+        if self.mesh is not None and self.by_module(module):
+            # a stage may have nothing of what the module has divided
             own = any(transport.all_gather_object(own, transport.topology.same_tensor_rank))
         if self.reshard and not (own or self.option == "parameters"):
             raise ConfigurationError(
                 "reshard_after_forward=True frees whole parameters, and no replicas divide any.",
                 hint='Use shard_optimizer="parameters", or leave reshard_after_forward out.',
             )
-        if not (self.wanted or own):
+        if self.mesh is None or not (self.wanted or own):
             return
         check(module, pipeline)
         roots = roots_of(module, pipeline.layers, pipeline.stage_layers, pipeline.stages_here)
@@ -106,9 +105,9 @@ class ModelSharding:
             for group in optimizer.param_groups:
                 kinds = {getattr(p, "device_mesh", None) for p in group["params"] if is_divided(p)}
                 several = len(kinds) + any(not is_divided(p) for p in group["params"]) > 1
-                # torch (2.13) refuses plain tensors and DTensors, and those of different meshes, in one operation
-                if several and group.get("foreach") is None and not group.get("fused"):
-                    group["foreach"] = False
+                if several:
+                    # torch (2.13) refuses plain tensors and DTensors, and those of different meshes, in one operation
+                    group.update(dict.fromkeys(group.keys() & {"foreach", "fused"}, False))
 
     def hold(self, held: bool) -> None:
         """Around an evaluation: all parameters are whole, however many batches a replica has."""
@@ -128,6 +127,11 @@ class ModelSharding:
         self.model.undo()
         pipeline.reductions.sharded = None
         return not self.model.own
+
+    def let_go(self, module: pl.LightningModule | None) -> None:
+        """After an error: torch (2.13) can move no DTensor that a graph has, and would raise one about that."""
+        if module is not None and self.model is not None and self.model.parameters is not None:
+            vars(module)["cpu"] = lambda: module
 
 
 def _asks_for_mesh(code: Any) -> bool:

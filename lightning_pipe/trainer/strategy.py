@@ -567,8 +567,8 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._divided is not None:
-            forget_calls(self._divided.calls, exception)
+        forget_calls(None if self._divided is None else self._divided.calls, exception)
+        self.sharding.let_go(self.lightning_module)
         self.processes.fail(exception)
 
     @override

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.support.sharded_runs import FAMILIES, Sharded, check
+from tests.support import oracle
+from tests.support.oracle import Trace
+from tests.support.processes import run_trainers
+from tests.support.sharded_runs import FAMILIES, Pairs, Sharded, check, divide_pair
+from tests.support.sharded_runs import MODELS as ENTRIES
+from tests.support.trainer_runs import quiet
 
 MODELS = [*FAMILIES, "qwen3", "pairs"]
 
@@ -18,6 +25,39 @@ def test_tensor_ranks_train_as_one_device() -> None:
 def test_interleaved() -> None:
     point = Sharded("interleaved", stages=4, micro_batches=4, tensor=2, parameters=False, steps=5)
     check([*FAMILIES, "divided_llama", "rows"], point, "tensor_parallel")
+
+
+class Fused(Pairs):
+    """Has a parameter of its own, and an optimizer that takes all into one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
+
+
+def fit_unlike(process: int) -> dict[str, Tensor]:
+    """The weights of a module that each process has built with values of its own."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    torch.manual_seed(process)
+    own = PipeStrategy(pipeline_parallel_size=1, tensor_parallel_size=2, micro_batches=2, parallelize=divide_pair)
+    return oracle.fit(Fused().double(), ENTRIES["pairs"].batches(3), strategy=own, devices=2).weights
+
+
+@pytest.mark.timeout(60)
+def test_all_have_the_values_of_the_first_and_step_alike() -> None:
+    first, second = run_trainers(fit_unlike, 2, timeout=50)
+    torch.manual_seed(0)
+    truth = oracle.fit(Fused().double(), ENTRIES["pairs"].batches(3))
+    for weights in (first, second):
+        oracle.assert_equal(Trace(weights=weights), Trace(weights=truth.weights))
 
 
 @pytest.mark.slow

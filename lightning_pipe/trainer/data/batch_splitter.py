@@ -201,7 +201,8 @@ def naming_suspects(batch: Any, micro_batches: MicroBatches) -> Generator[None, 
     except (RuntimeError, ValueError, IndexError) as error:
         several = len(micro_batches.parts) > 1
         places = ambiguous(batch, sum(micro_batches.sizes)) if several and not micro_batches.own else []
-        if not places or isinstance(error, PipeError | torch.OutOfMemoryError):
+        # an error about DTensors is one of tensor parallelism
+        if not places or isinstance(error, PipeError | torch.OutOfMemoryError) or "DTensor" in str(error):
             raise
         raise ConfigurationError(
             f"The step fails on micro-batches of {micro_batches.sizes[0]} samples: {type(error).__name__}: {error}",
