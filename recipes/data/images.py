@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,7 @@ def decoded(image: Mapping[str, Any]) -> Image.Image:
         ) from error
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ImageFolder(ResumableData):
     """ImageNet, a local folder of images, or scikit-learn's handwritten digits.
 
@@ -94,35 +96,25 @@ class ImageFolder(ResumableData):
         cutout: side of a square that is blanked out in training images; 0 leaves them alone.
         noise: standard deviation of the noise in a second copy of every image, for values from -1 to 1; 0 leaves the
             copy out.
-        batch_size: images in a batch of one pipeline.
         classes: for which the model is built.
         labels: the classes that are taken, by their numbers, and numbered anew; None takes all.
         seed: of the order and the augmentation.
-        workers: processes that load batches.
     """
 
-    def __init__(
-        self,
-        *,
-        source: str = "auto",
-        files: str | None = None,
-        name: str = NAME,
-        image_size: int = 224,
-        crop_area: tuple[float, float] = (0.05, 1.0),
-        flip: bool = True,
-        cutout: int = 0,
-        noise: float = 0.0,
-        batch_size: int = 32,
-        classes: int = 1000,
-        labels: tuple[int, ...] | None = None,
-        seed: int = 1,
-        workers: int = 0,
-    ) -> None:
-        super().__init__()
-        self.source, self.files, self.dataset, self.noise = source, files, name, noise
-        self.augmentation = Augmentation(image_size, (crop_area[0], crop_area[1]), flip=flip, cutout=cutout)
-        self.batch_size, self.classes, self.seed, self.workers = batch_size, classes, seed, workers
-        self.labels = None if labels is None else list(labels)
+    source: str = "auto"
+    files: str | None = None
+    name: str = NAME
+    image_size: int = 224
+    crop_area: tuple[float, float] = (0.05, 1.0)
+    flip: bool = True
+    cutout: int = 0
+    noise: float = 0.0
+    batch_size: int = 32
+    classes: int = 1000
+    labels: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.images: image_sources.Images | None = None
         self._prepared = False
 
@@ -130,9 +122,9 @@ class ImageFolder(ResumableData):
     def prepare_data(self) -> None:
         """Runs in one process on every machine: downloads what the others will find in the cache."""
         if not self._prepared and self.source in ("auto", "hub"):
-            self.source = choice.choose(self.source, self.files, self.dataset, NAME, STAND_IN)
+            self.source = choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
             if self.source == "hub":
-                image_sources.hub(self.dataset)
+                image_sources.hub(self.name)
         self._prepared = True
 
     @override
@@ -141,11 +133,11 @@ class ImageFolder(ResumableData):
         if self.images is not None:
             return
         self.source = choice.agreed(
-            self.trainer, lambda: choice.choose(self.source, self.files, self.dataset, NAME, STAND_IN)
+            self.trainer, lambda: choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
         )
         readers = {
-            "hub": lambda: image_sources.hub(self.dataset),
-            "files": lambda: image_sources.local_folder(files.chosen(self.files, self.dataset)),
+            "hub": lambda: image_sources.hub(self.name),
+            "files": lambda: image_sources.local_folder(files.chosen(self.files, self.name)),
             "digits": image_sources.digits,
         }
         images = choice.read(self.source, readers)
@@ -165,6 +157,7 @@ class ImageFolder(ResumableData):
     def split(self, name: str) -> LabelledImages:
         if self.images is None:
             raise RecipeError("The data module is not set up.", hint="Call setup() first.")
-        size = self.augmentation.size
-        transform = self.augmentation if name == "train" else lambda image, random: centre(image, size)
+        size, (least, most) = self.image_size, self.crop_area
+        augmented = Augmentation(size, (least, most), flip=self.flip, cutout=self.cutout)
+        transform = augmented if name == "train" else lambda image, random: centre(image, size)
         return LabelledImages(self.images.splits[name], transform, self.seed, self.noise)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -119,22 +120,26 @@ class ResumableLoader(DataLoader[Any]):
         self.sampler.set_epoch(state["epoch"])  # worker processes start before Lightning tells the epoch
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ResumableData(L.LightningDataModule):
     """A data module that puts into checkpoints how far its training epoch is, and goes on from there.
 
     Lightning does as much with the loader's own state, except where a learning rate schedule has asked for the number
     of steps: then (2.6) the loader is made before the state is read, and never told.
 
-    Attributes:
+    Args:
         batch_size: samples in a batch of one pipeline.
         seed: of the order.
         workers: processes that load batches.
     """
 
     batch_size: int
-    seed: int
-    workers: int
-    _resumed: dict[str, int] | None = None
+    seed: int = 1
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._resumed: dict[str, int] | None = None
 
     @abstractmethod
     def split(self, name: str) -> Dataset[Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -14,19 +16,33 @@ from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Prepared(ResumableData):
     """A data module whose data is a folder in a cache, with the tokeniser that its texts were tokenised with.
 
-    Subclasses tell the cache, name the special tokens by role as for `vocabulary.load`, and set for how many tokens the
-    model is built.
+    Subclasses name the special tokens by role as for `vocabulary.load`.
+
+    Args:
+        source: what is read; "auto" takes ``files`` where they are given, else the hub where it answers, else a
+            stand-in.
+        files: folder with local files.
+        name: data set on the hub.
+        vocabulary: number of tokens for which the model is built.
+        tokenizer: a ready tokeniser, by its name on the hub or its folder; None trains one on the texts.
+        cache: folder for tokenised texts.
     """
 
-    cache: Path
-    special: Mapping[str, str]
+    source: str = "auto"
+    files: str | None = None
+    name: str
     vocabulary: int
+    tokenizer: str | None = None
+    cache: str = "data"
+    special: ClassVar[Mapping[str, str]]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.save_hyperparameters()
         self._prepared: Path | None = None
         self._folder: Path | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -172,63 +173,40 @@ def runs_of(lengths: NDArray[np.integer], ends: NDArray[np.integer], length: int
     return np.array(runs, dtype=np.int64).reshape(-1, 2)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MaskedPairs(Prepared):
     """Wikipedia, local text, or Python's standard library, in pairs of segments with masked tokens.
 
     Args:
-        source: "auto", "hub", "files" or "standard_library"; "auto" takes ``files`` where they are given, else the hub
-            where it answers, else the standard library.
+        source: "auto", "hub", "files" or "standard_library".
         files: folder with ``train*.txt`` and ``valid*.txt``: a sentence on a line, an empty line between documents; or
             Wikipedia's XML dump, a folder that WikiExtractor has filled, or other formats of `documents.local_files`.
-        name: data set on the hub.
-        configuration: its configuration there.
+        configuration: of the data set on the hub.
         documents: how many to take where there is no ``train*`` beside ``valid*``; None takes all.
-        vocabulary: number of tokens for which the model is built.
-        tokenizer: a ready tokeniser, by its name on the hub or its folder; None trains one on the text.
         length: tokens in a sample.
         masked: share of the tokens that are to be predicted.
-        batch_size: samples in a batch of one pipeline.
-        cache: folder for tokenised text.
         seed: of the order, the pairs and the masks.
-        workers: processes that load batches.
     """
 
+    name: str = NAME
+    configuration: str = "20231101.en"
+    documents: int | None = None
+    vocabulary: int = 30522
+    length: int = 128
+    masked: float = 0.15
+    batch_size: int = 32
     special = SPECIAL
-
-    def __init__(
-        self,
-        *,
-        source: str = "auto",
-        files: str | None = None,
-        name: str = NAME,
-        configuration: str = "20231101.en",
-        documents: int | None = None,
-        vocabulary: int = 30522,
-        tokenizer: str | None = None,
-        length: int = 128,
-        masked: float = 0.15,
-        batch_size: int = 32,
-        cache: str = "data",
-        seed: int = 1,
-        workers: int = 0,
-    ) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.source, self.files, self.dataset, self.configuration = source, files, name, configuration
-        self.documents, self.vocabulary, self.tokenizer = documents, vocabulary, tokenizer
-        self.length, self.masked, self.batch_size = length, masked, batch_size
-        self.cache, self.seed, self.workers = Path(cache).expanduser() / "pairs", seed, workers
 
     @override
     def prepare(self) -> Path:
-        source = choice.choose(self.source, self.files, self.dataset, NAME, STAND_IN)
+        source = choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
         readers = {
-            "hub": lambda: documents.hub(self.dataset, self.configuration, self.documents),
-            "files": lambda: documents.local_files(files.chosen(self.files, self.dataset), self.documents),
+            "hub": lambda: documents.hub(self.name, self.configuration, self.documents),
+            "files": lambda: documents.local_files(files.chosen(self.files, self.name), self.documents),
             "standard_library": documents.standard_library,
         }
         text = choice.read(source, readers)
-        folder = kept(self.cache, text, tokenise, self.vocabulary, self.tokenizer, self.length)
+        folder = kept(Path(self.cache, "pairs"), text, tokenise, self.vocabulary, self.tokenizer, self.length)
         counts = [len(Sequences(folder / split)) for split in ("train", "validation")]
         log.info("Text: %s; %s sentences for training, %s for validation.", text.title, *(f"{n:,}" for n in counts))
         return folder

@@ -71,7 +71,8 @@ def kept(cache: Path, text: Texts[Any], tokenise: Callable[..., None], *settings
         tokenise: gets the text, the settings and an empty folder, which it fills.
         settings: what the contents depend on beside the text, as JSON can say it.
     """
-    folder = cache / hashlib.sha256(json.dumps([LAYOUT, text.fingerprint, *settings]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([LAYOUT, text.fingerprint, *settings]).encode()).hexdigest()[:16]
+    folder = cache.expanduser() / key
     if not folder.exists():
         started = time.perf_counter()
         with building(folder) as place:

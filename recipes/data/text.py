@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -51,58 +52,34 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": block, "labels": block}  # Hugging Face models shift the labels themselves
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TextBlocks(Prepared):
     """WikiText, local files in its format, or Python's standard library, in blocks of tokens.
 
     Args:
-        source: "auto", "hub", "files" or "standard_library"; "auto" takes ``files`` where they are given, else the hub
-            where it answers, else the standard library.
+        source: "auto", "hub", "files" or "standard_library".
         files: folder with ``train*`` and ``valid*`` files, parquet or text.
-        name: data set on the hub.
-        configuration: its configuration there.
-        vocabulary: size of the byte-level BPE trained on the training split.
-        tokenizer: a ready tokeniser instead, by its name on the hub or its folder.
+        configuration: of the data set on the hub.
         block_length: tokens in a block.
-        batch_size: blocks in a batch of one pipeline.
-        cache: folder for tokenised text.
-        seed: of the order.
-        workers: processes that load batches.
     """
 
+    name: str = NAME
+    configuration: str = "wikitext-2-raw-v1"
+    vocabulary: int = 2048
+    block_length: int = 128
+    batch_size: int = 16
     special = SPECIAL
-
-    def __init__(
-        self,
-        *,
-        source: str = "auto",
-        files: str | None = None,
-        name: str = NAME,
-        configuration: str = "wikitext-2-raw-v1",
-        vocabulary: int = 2048,
-        tokenizer: str | None = None,
-        block_length: int = 128,
-        batch_size: int = 16,
-        cache: str = "data",
-        seed: int = 1,
-        workers: int = 0,
-    ) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.source, self.files, self.hub = source, files, (name, configuration)
-        self.vocabulary, self.tokenizer, self.block_length = vocabulary, tokenizer, block_length
-        self.batch_size, self.seed, self.workers = batch_size, seed, workers
-        self.cache = Path(cache).expanduser() / "text"
 
     @override
     def prepare(self) -> Path:
-        source = choice.choose(self.source, self.files, self.hub[0], NAME, STAND_IN)
+        source = choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
         readers = {
-            "hub": lambda: sources.hub(*self.hub),
-            "files": lambda: sources.local_files(files.chosen(self.files, self.hub[0])),
+            "hub": lambda: sources.hub(self.name, self.configuration),
+            "files": lambda: sources.local_files(files.chosen(self.files, self.name)),
             "standard_library": sources.standard_library,
         }
         text = choice.read(source, readers)
-        folder = kept(self.cache, text, tokenise, self.vocabulary, self.tokenizer, self.block_length)
+        folder = kept(Path(self.cache, "text"), text, tokenise, self.vocabulary, self.tokenizer, self.block_length)
         sizes = [_blocks(folder, split).size / 1e6 for split in ("train", "validation")]
         log.info("Text: %s; %.2f M tokens for training, %.2f M for validation.", text.title, *sizes)
         return folder

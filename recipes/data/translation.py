@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -127,63 +128,45 @@ def _padded(rows: Sequence[Tensor], pad: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ParallelText(Prepared):
     """OPUS-100, local files, this machine's message catalogues, or docstrings of Python's standard library.
 
     Args:
-        source: "auto", "hub", "files", "catalogues" or "docstrings"; "auto" takes ``files`` where they are given, else
-            the hub where it answers, else the catalogues where the machine has enough of them, else the docstrings.
+        source: "auto", "hub", "files", "catalogues" or "docstrings"; stand-ins are the catalogues where the machine has
+            enough of them, else the docstrings.
         files: folder with files such as ``train.de-en.de`` and ``train.de-en.en``.
-        name: data set on the hub.
         pairs: pairs of languages such as "de-en", all to the same language; "*-en" are all that ``files`` has.
         temperature: of the sampling over languages.
         vocabulary: number of tokens, all languages together, for which the model is built.
-        tokenizer: a ready tokeniser, by its name on the hub or its folder; None trains one on the texts.
         length: longest source and target in tokens.
-        batch_size: pairs in a batch of one pipeline.
-        cache: folder for tokenised texts.
-        seed: of the order.
-        workers: processes that load batches.
     """
 
+    name: str = NAME
+    pairs: tuple[str, ...] = ("de-en", "fr-en")
+    temperature: float = 5.0
+    vocabulary: int = 64_000
+    length: int = 128
+    batch_size: int = 32
     special = SPECIAL
 
-    def __init__(
-        self,
-        *,
-        source: str = "auto",
-        files: str | None = None,
-        name: str = NAME,
-        pairs: tuple[str, ...] = ("de-en", "fr-en"),
-        temperature: float = 5.0,
-        vocabulary: int = 64_000,
-        tokenizer: str | None = None,
-        length: int = 128,
-        batch_size: int = 32,
-        cache: str = "data",
-        seed: int = 1,
-        workers: int = 0,
-    ) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.source, self.files, self.dataset, self.pairs = source, files, name, list(pairs)
-        self.temperature, self.vocabulary, self.tokenizer = temperature, vocabulary, tokenizer
-        self.length, self.batch_size = length, batch_size
-        self.cache, self.seed, self.workers = Path(cache).expanduser() / "translation", seed, workers
-        if temperature < 1:
-            raise RecipeError(f"data.temperature={temperature} is less than 1.", hint="1 leaves languages as they are.")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature < 1:
+            told = f"data.temperature={self.temperature} is less than 1."
+            raise RecipeError(told, hint="1 leaves languages as they are.")
 
     @override
     def prepare(self) -> Path:
-        source = choice.choose(self.source, self.files, self.dataset, NAME, lambda: parallel.stand_in(self.pairs))
+        source = choice.choose(self.source, self.files, self.name, NAME, lambda: parallel.stand_in(self.pairs))
         readers = {
-            "hub": lambda: parallel.hub(self.dataset, self.pairs),
-            "files": lambda: parallel.local_files(files.chosen(self.files, self.dataset), self.pairs),
+            "hub": lambda: parallel.hub(self.name, self.pairs),
+            "files": lambda: parallel.local_files(files.chosen(self.files, self.name), self.pairs),
             "catalogues": lambda: parallel.messages(self.pairs),
             "docstrings": parallel.docstrings,
         }
         texts = choice.read(source, readers)
-        folder = kept(self.cache, texts, tokenise, self.vocabulary, self.tokenizer)
+        folder = kept(Path(self.cache, "translation"), texts, tokenise, self.vocabulary, self.tokenizer)
         sizes = json.loads((folder / "train.sizes.json").read_text())
         counts = ", ".join(f"{size:,} {name}" for name, size in zip(sorted(texts.splits["train"]), sizes, strict=True))
         log.info("Texts: %s; pairs for training: %s.", texts.title, counts)

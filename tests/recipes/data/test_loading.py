@@ -36,12 +36,11 @@ class Keys(Dataset[tuple[int, int]]):
 
 
 class Data(ResumableData):
-    seed = 3
     collate = list  # type: ignore[assignment]
 
     def __init__(self, samples: int = 22, batch_size: int = 4, workers: int = 0) -> None:
-        super().__init__()
-        self.samples, self.batch_size, self.workers = samples, batch_size, workers
+        super().__init__(batch_size=batch_size, seed=3, workers=workers)
+        self.samples = samples
 
     def split(self, name: str) -> Keys:
         return Keys(self.samples)
