@@ -83,6 +83,10 @@ def test_a_transfer_takes_everything_but_the_head(tmp_path: Path) -> None:
         anew = name.startswith(other.head)
         assert torch.equal(value, fresh[name] if anew else given.state_dict()[name]), name
     assert any(name.startswith("model.auxiliary_head.") for name in fresh)
+    other._trainer = SimpleNamespace(datamodule=L.LightningDataModule())  # type: ignore[assignment]
+    checkpoint = {"state_dict": given.state_dict(), "LightningDataModule": {"batches": 3}}
+    other.on_load_checkpoint(checkpoint)
+    assert checkpoint.keys() == {"state_dict"}, "where the other run was in its data"
     saved = torch.load(tmp_path / "six.ckpt")
     saved["state_dict"] = {f"net.{name}": value for name, value in saved["state_dict"].items()}
     torch.save(saved, tmp_path / "renamed.ckpt")
