@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from lightning_pipe.partition import find_layers, places_by_stage
 from recipes.models import AmoebaNet, GPipeTransformer, UNet, bert48, gpt2_chimera
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row
@@ -39,18 +40,9 @@ def sizes_of_stages(model: str, depth: int) -> tuple[int, ...]:
     """
     with torch.device("meta"):
         built = bert48() if model == "Bert-48" else gpt2_chimera(64 if model == "GPT-2" else 32)
-    named = dict(built.named_parameters())
-    blocks = [name for name in named if ".layer." in name or ".h." in name]
-    first = [
-        name for name in named if name not in blocks and ("embeddings" in name or ".wte" in name or ".wpe" in name)
-    ]
-    every = sum(parameter.numel() for parameter in named.values())
-    of_blocks = sum(named[name].numel() for name in blocks)
-    of_first = sum(named[name].numel() for name in first)
-    sizes = [of_blocks // depth] * depth
-    sizes[0] += of_first
-    sizes[-1] += every - of_blocks - of_first
-    return tuple(sizes)
+    layers = find_layers(built, "bert.encoder.layer" if model == "Bert-48" else "transformer.h")
+    placed = places_by_stage(built, layers, [len(layers) // depth] * depth)
+    return tuple(sum(one.size for one in own) for own in placed)
 
 
 def chimera_table4() -> Result:
