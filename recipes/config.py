@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
@@ -75,6 +77,20 @@ def register() -> None:
     OmegaConf.register_new_resolver("per_pipeline", per_pipeline, replace=True)
     ConfigStore.instance().store(group="schema", name="train", node=Train)
     arguments.register()
+
+
+def composed(overrides: Iterable[str], name: str = "train", folder: Path = CONF) -> DictConfig:
+    """What the files of a folder say, outside a command of Hydra's.
+
+    Args:
+        overrides: in Hydra's form, as ``model.layers=4``.
+        name: of the root file.
+        folder: with the files.
+    """
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose(name, list(overrides))
 
 
 def output_folder() -> str:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -79,7 +78,8 @@ def stored(folder: Path, overrides: Sequence[str] = ()) -> DictConfig:
         settings.update(logger={}, callbacks={}, pipe=None)
         settings.trainer.update(devices=1, num_nodes=1, enable_checkpointing=False)
         if groups:
-            chosen = _composed(groups)
+            plain = [] if any(word.startswith("pipe=") for word in groups) else ["pipe=none"]
+            chosen = config.composed([*plain, *groups])
             settings.pipe = chosen.pipe
             settings.trainer.update({key: chosen.trainer[key] for key in PLACES})
         settings.merge_with(OmegaConf.from_dotlist(others))
@@ -91,14 +91,6 @@ def stored(folder: Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 PLACES = ("accelerator", "devices", "num_nodes", "precision")
-
-
-def _composed(groups: Sequence[str]) -> DictConfig:
-    """What files of conf/ say, such as those of ``pipe=1f1b``."""
-    config.register()
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
-        plain = [] if any(word.startswith("pipe=") for word in groups) else ["pipe=none"]
-        return compose("train", [*plain, *groups])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

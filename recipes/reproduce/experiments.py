@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.config import CONF
+from recipes.config import CONF, composed
 from recipes.errors import RecipeError
 from recipes.reproduce.published import paper
 from recipes.reproduce.results import Result
@@ -80,11 +78,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Experiment:
         raise RecipeError(
             f"There is no experiment {name!r}.", hint="python -m recipes.reproduce list shows those there are."
         )
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            read = compose(name, list(overrides))
-        merged = OmegaConf.merge(OmegaConf.structured(Experiment(name=name)), read)
+        merged = OmegaConf.merge(OmegaConf.structured(Experiment(name=name)), composed(overrides, name, FOLDER))
         experiment = OmegaConf.to_object(merged)
     except (HydraException, OmegaConfBaseException) as error:
         raise RecipeError(f"{name}: {error}") from error

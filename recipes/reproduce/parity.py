@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor
 
 from lightning_pipe import schedules
@@ -52,12 +50,14 @@ def parity(
         micro_batches: of a batch.
     """
     torch.set_num_threads(1)
+    folder = Path(tempfile.gettempdir()) / "recipes.reproduce"
+    paths = [f"paths.data={folder / 'data'}", f"paths.output={folder / 'run'}"]
     rows, pictures = [], []
     for title, model in models.items():
         flushed, streamed = model["schedules"], model["without_flush"]
         found: Curves = {name: [] for name in (ONE_DEVICE, MICRO_BATCHED, *flushed, *streamed)}
         for seed in seeds:
-            given = composed([*model["overrides"], f"seed={seed}"])
+            given = config.composed([*model["overrides"], f"seed={seed}", *paths])
             data = batches(given, steps)
             for name, runs in found.items():
                 runs.append(train(given, data, name, ranks, micro_batches))
@@ -86,16 +86,6 @@ def _rows(title: str, found: Curves, flushed: Sequence[str], tolerance: str) -> 
             yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}{SEEN}")
         else:
             yield Row(what, None, statistics.fmean(apart), unit="nats", note=f"{note}; another algorithm: no claim")
-
-
-def composed(overrides: Sequence[str]) -> Any:
-    """A recipe's configuration."""
-    config.register()
-    GlobalHydra.instance().clear()
-    folder = Path(tempfile.gettempdir()) / "recipes.reproduce"
-    paths = [f"paths.data={folder / 'data'}", f"paths.output={folder / 'run'}"]
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
-        return compose("train", [*overrides, *paths])
 
 
 def batches(given: Any, steps: int) -> list[Batch]:

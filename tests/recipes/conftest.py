@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from recipes import config
@@ -80,11 +79,9 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def composed() -> Callable[..., DictConfig]:
     """Composes and checks a configuration as the command line would."""
-    config.register()
 
     def make(*overrides: str) -> DictConfig:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            settings = compose("train", ["paths.output=out", *overrides])
+        settings = config.composed(["paths.output=out", *overrides])
         config.check(settings)
         return settings
 

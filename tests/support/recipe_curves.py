@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipe.callbacks import PipelineTimeline
 from recipes import config, job
-from tests.recipes.conftest import CONF, write_text
+from tests.recipes.conftest import write_text
 from tests.recipes.data.test_segment_pairs import write_documents
 from tests.recipes.data.test_translation import write_pairs
 
@@ -91,11 +90,9 @@ def compose_recipe(
     recipe: str, data: dict[str, str], folder: Path, further: Sequence[str] = (), *, tiny: bool = True
 ) -> Any:
     """The composed configuration of a short run, as a rule of a model that is smaller still than ``size=tiny``."""
-    config.register()
     smaller = [one.format(**data) for one in RECIPES[recipe]] if tiny else []
     overrides = [f"experiment={recipe}", *COMMON, *smaller, *further]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        made = compose("train", [*overrides, f"paths.data={folder / 'cache'}", f"paths.output={folder / 'out'}"])
+    made = config.composed([*overrides, f"paths.data={folder / 'cache'}", f"paths.output={folder / 'out'}"])
     config.check(made)
     return made
 

@@ -14,6 +14,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.topology import Topology
+from recipes import config
 from recipes.errors import RecipeError
 from recipes.reproduce import parity, ran_bubbles, sleeping
 from recipes.reproduce.held_activations import NAMES, count
@@ -74,7 +75,7 @@ def test_what_the_engine_holds() -> None:
 
 def test_a_pipeline_trains_as_one_device() -> None:
     small = ["model.width=4", "model.blocks=[1,1,1,1]", "data.batch_size=16"]
-    given = parity.composed(["experiment=resnet101_imagenet", "data.source=digits", "optim.lr=1e-3", *small])
+    given = config.composed(["experiment=resnet101_imagenet", "data.source=digits", "optim.lr=1e-3", *small])
     data = parity.batches(given, 2)
     alone = {number: parity.train(given, data, parity.MICRO_BATCHED, 2, number) for number in (1, 2)}
     assert alone[1] == parity.train(given, data, parity.ONE_DEVICE, 2, 1)
