@@ -135,12 +135,14 @@ def test_checkpoints_are_those_of_one_device(tmp_path: Path) -> None:
     oracle.assert_equal(oracle.Trace(weights=weights), oracle.Trace(weights=expected[2][0]))
 
 
-def on_eight(process: int, epochs: int, ckpt_path: Path | None = None, save: Path | None = None) -> Any:
-    """Two stages of two replicas of two tensor ranks."""
+def on_eight(
+    process: int, epochs: int, ckpt_path: Path | None = None, save: Path | None = None, *, folder: bool = True
+) -> Any:
+    """Two stages of two replicas of two tensor ranks, which write folders or ordinary files."""
     from lightning_pipe import PipeStrategy
 
     sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2, **LAYOUTS["tensor"]}
-    options = {"shard_optimizer": "parameters", "save_distributed_checkpoint": True, "micro_batches": 2}
+    options = {"shard_optimizer": "parameters", "save_distributed_checkpoint": folder, "micro_batches": 2}
     return fit(PipeStrategy(**sizes, **options), 8, epochs, ckpt_path, save)
 
 
@@ -157,7 +159,7 @@ def on_four(process: int, ckpt_path: Path, save: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_folders_of_three_dimensions(tmp_path: Path) -> None:
+def test_folders_and_files_of_three_dimensions(tmp_path: Path) -> None:
     from lightning_pipe import PipeStrategy
 
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
@@ -165,8 +167,11 @@ def test_folders_of_three_dimensions(tmp_path: Path) -> None:
     four = run_trainers(on_four, 4, ckpt_path=ours, save=theirs, timeout=150)
     second = run_trainers(on_eight, 8, epochs=2, ckpt_path=theirs, timeout=150)
     one = fit(PipeStrategy(pipeline_parallel_size=1, micro_batches=2), 1, 2, ours)
-    truth = {epochs: fit("auto", 1, epochs)[0] for epochs in (1, 2)}
-    found = [(1, weights) for weights, _ in first] + [(2, weights) for weights, _ in (*second, one)]
+    truth = {epochs: fit("auto", 1, epochs, save=tmp_path / f"{epochs}.ckpt")[0] for epochs in (1, 2, 3)}
+    file = tmp_path / "file.ckpt"
+    ordinary = run_trainers(on_eight, 8, epochs=2, ckpt_path=tmp_path / "1.ckpt", save=file, folder=False, timeout=150)
+    found = [(1, weights) for weights, _ in first] + [(2, weights) for weights, _ in (*second, one, *ordinary)]
+    found.append((3, fit("auto", 1, 3, file)[0]))
     for of_process in four:
         found += [(1, of_process["first"]), (2, of_process["stages"]), (2, of_process["lightning"])]
     for epochs, weights in found:
