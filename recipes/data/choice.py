@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,18 +46,6 @@ def choose(source: str, files: str | None, name: str, default: str, stand_in: St
         )
     log.info("The hub does not answer, so %s is replaced by %s (data.files=FOLDER names local files).", name, title)
     return local
-
-
-def read(source: str, readers: Mapping[str, Callable[[], T]]) -> T:
-    """What a source has.
-
-    Args:
-        source: its name.
-        readers: all that a data module knows.
-    """
-    if source not in readers:
-        raise RecipeError(f"data.source={source} is unknown.", hint=f"There are auto, {', '.join(readers)}.")
-    return readers[source]()
 
 
 def hub_answers(name: str, seconds: float = 3.0) -> bool:

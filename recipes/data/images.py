@@ -6,7 +6,7 @@ import io
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class ImageFolder(ResumableData):
         seed: of the order and the augmentation.
     """
 
-    source: str = "auto"
+    source: Literal["auto", "hub", "files", "digits"] = "auto"
     files: str | None = None
     name: str = NAME
     image_size: int = 224
@@ -116,35 +116,35 @@ class ImageFolder(ResumableData):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.images: image_sources.Images | None = None
-        self._prepared = False
+        self.chosen: str | None = None
 
     @override
     def prepare_data(self) -> None:
         """Runs in one process on every machine: downloads what the others will find in the cache."""
-        if not self._prepared and self.source in ("auto", "hub"):
-            self.source = choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
-            if self.source == "hub":
+        if self.chosen is None:
+            self.chosen = self._choose()
+            if self.chosen == "hub":
                 image_sources.hub(self.name)
-        self._prepared = True
+
+    def _choose(self) -> str:
+        return choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
 
     @override
     def setup(self, stage: str) -> None:
         """Reads the list of images; they themselves are read when they are needed."""
         if self.images is not None:
             return
-        self.source = choice.agreed(
-            self.trainer, lambda: choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
-        )
-        readers = {
+        source = self.chosen = choice.agreed(self.trainer, lambda: self.chosen or self._choose())
+        readers: dict[str, Callable[[], image_sources.Images]] = {
             "hub": lambda: image_sources.hub(self.name),
             "files": lambda: image_sources.local_folder(files.chosen(self.files, self.name)),
             "digits": image_sources.digits,
         }
-        images = choice.read(self.source, readers)
+        images = readers[source]()
         if self.labels is not None:
             images = images.of(self.labels)
         # the digits may stand for a data set with more classes
-        if images.classes > self.classes or (self.source != STAND_IN[0] and images.classes != self.classes):
+        if images.classes > self.classes or (source != STAND_IN[0] and images.classes != self.classes):
             raise RecipeError(
                 f"There are {images.classes} classes of images, the model is built for {self.classes}.",
                 hint=f"Set data.classes={images.classes}.",

@@ -32,7 +32,7 @@ class Prepared(ResumableData):
         cache: folder for tokenised texts.
     """
 
-    source: str = "auto"
+    source: str
     files: str | None = None
     name: str
     vocabulary: int

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -188,6 +189,7 @@ class MaskedPairs(Prepared):
         seed: of the order, the pairs and the masks.
     """
 
+    source: Literal["auto", "hub", "files", "standard_library"] = "auto"
     name: str = NAME
     configuration: str = "20231101.en"
     documents: int | None = None
@@ -200,12 +202,12 @@ class MaskedPairs(Prepared):
     @override
     def prepare(self) -> Path:
         source = choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
-        readers = {
+        readers: dict[str, Callable[[], Documents]] = {
             "hub": lambda: documents.hub(self.name, self.configuration, self.documents),
             "files": lambda: documents.local_files(files.chosen(self.files, self.name), self.documents),
             "standard_library": documents.standard_library,
         }
-        text = choice.read(source, readers)
+        text = readers[source]()
         folder = kept(Path(self.cache, "pairs"), text, tokenise, self.vocabulary, self.tokenizer, self.length)
         counts = [len(Sequences(folder / split)) for split in ("train", "validation")]
         log.info("Text: %s; %s sentences for training, %s for validation.", text.title, *(f"{n:,}" for n in counts))

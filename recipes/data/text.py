@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -63,6 +65,7 @@ class TextBlocks(Prepared):
         block_length: tokens in a block.
     """
 
+    source: Literal["auto", "hub", "files", "standard_library"] = "auto"
     name: str = NAME
     configuration: str = "wikitext-2-raw-v1"
     vocabulary: int = 2048
@@ -73,12 +76,12 @@ class TextBlocks(Prepared):
     @override
     def prepare(self) -> Path:
         source = choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
-        readers = {
+        readers: dict[str, Callable[[], Corpus]] = {
             "hub": lambda: sources.hub(self.name, self.configuration),
             "files": lambda: sources.local_files(files.chosen(self.files, self.name)),
             "standard_library": sources.standard_library,
         }
-        text = choice.read(source, readers)
+        text = readers[source]()
         folder = kept(Path(self.cache, "text"), text, tokenise, self.vocabulary, self.tokenizer, self.block_length)
         sizes = [_blocks(folder, split).size / 1e6 for split in ("train", "validation")]
         log.info("Text: %s; %.2f M tokens for training, %.2f M for validation.", text.title, *sizes)

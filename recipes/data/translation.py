@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -142,6 +142,7 @@ class ParallelText(Prepared):
         length: longest source and target in tokens.
     """
 
+    source: Literal["auto", "hub", "files", "catalogues", "docstrings"] = "auto"
     name: str = NAME
     pairs: tuple[str, ...] = ("de-en", "fr-en")
     temperature: float = 5.0
@@ -159,13 +160,13 @@ class ParallelText(Prepared):
     @override
     def prepare(self) -> Path:
         source = choice.choose(self.source, self.files, self.name, NAME, lambda: parallel.stand_in(self.pairs))
-        readers = {
+        readers: dict[str, Callable[[], Parallel]] = {
             "hub": lambda: parallel.hub(self.name, self.pairs),
             "files": lambda: parallel.local_files(files.chosen(self.files, self.name), self.pairs),
             "catalogues": lambda: parallel.messages(self.pairs),
             "docstrings": parallel.docstrings,
         }
-        texts = choice.read(source, readers)
+        texts = readers[source]()
         folder = kept(Path(self.cache, "translation"), texts, tokenise, self.vocabulary, self.tokenizer)
         sizes = json.loads((folder / "train.sizes.json").read_text())
         counts = ", ".join(f"{size:,} {name}" for name, size in zip(sorted(texts.splits["train"]), sizes, strict=True))

@@ -96,6 +96,7 @@ def test_what_the_recipe_gives_itself_is_no_key(composed: Compose, override: str
     ("overrides", "words"),
     [
         (["experiment=amoebanet_imagenet", "model.network=e"], r"model\.network=e is unknown.*There are b, d"),
+        (["data.source=internet"], r"data\.source=internet is unknown.*There are auto, hub, files, standard_library"),
         (["pipe.recompute=alway"], r"pipe\.recompute=alway is unknown.*Did you mean always\?"),
         (["pipe.micro_batches=some"], r"pipe\.micro_batches=some is unknown.*There are auto"),
         (["pipe=chimera", "pipe.schedule.scaling=none"], r"pipe\.schedule\.scaling=none is unknown"),

@@ -168,7 +168,6 @@ def test_a_ready_tokeniser_is_taken_from_its_folder(tmp_path: Path) -> None:
         ({"files": "{tmp}/blank"}, "split of .* is empty"),
         ({"files": "{tmp}/mixed"}, "mixes parquet and text"),
         ({"files": "{tmp}/column"}, "'text' is needed"),
-        ({"source": "internet"}, "data.source=internet is unknown"),
         ({"files": "{tmp}/wiki", "block_length": 10**6}, "less than one block"),
     ],
 )

@@ -122,7 +122,6 @@ def test_validation_sees_the_middle() -> None:
         ({"files": "{tmp}/one"}, "no subfolder validation or val"),
         ({"files": "{tmp}/empty"}, "val has no images"),
         ({"files": "{tmp}/other"}, "has the class n09"),
-        ({"source": "internet"}, "data.source=internet is unknown"),
         ({"files": "{tmp}/good", "classes": 1}, "2 classes of images, the model is built for 1"),
         ({"files": "{tmp}/good", "classes": 10}, "2 classes of images, the model is built for 10"),
     ],
@@ -181,5 +180,5 @@ def test_without_network_auto_takes_the_digits_and_says_so(
     monkeypatch.setattr("recipes.data.choice.hub_answers", lambda name: False)
     caplog.set_level("INFO")
     data = data_module(classes=10)
-    assert data.source == "digits"
+    assert data.chosen == "digits"
     assert "replaced by scikit-learn's handwritten digits" in caplog.text

@@ -153,7 +153,6 @@ def test_lines_of_the_standard_library_are_sentences(tmp_path: Path) -> None:
         ({"files": "{tmp}/nowhere"}, "no folder"),
         ({"files": "{tmp}/empty"}, r"no file ending in \.txt, \.jsonl"),
         ({"files": "{tmp}/blank"}, "split of .* is empty"),
-        ({"source": "internet"}, "data.source=internet is unknown"),
         ({"files": "{tmp}/good", "vocabulary": 100}, "the model is built for 100"),
         ({"files": "{tmp}/good", "length": 100_000}, "at least 2 are needed"),
         ({"files": "{tmp}/good", "tokenizer": "{tmp}/nowhere"}, "tokeniser .*nowhere cannot be read"),

@@ -216,7 +216,6 @@ def test_opus_is_streamed_in_its_own_order_of_languages(monkeypatch: pytest.Monk
         ({"files": "{tmp}/uneven"}, "has 3 lines and .* has 40"),
         ({"files": "{tmp}/empty"}, r"valid\.de-en\.de is empty"),
         ({"files": "{tmp}/blank"}, "validation split .* has no pairs of fr-en"),
-        ({"source": "internet"}, "data.source=internet is unknown"),
         ({"files": "{tmp}/good", "vocabulary": 100}, "the model is built for 100"),
         ({"temperature": 0.5}, "temperature=0.5 is less than 1"),
     ],
