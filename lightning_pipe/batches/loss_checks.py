@@ -12,7 +12,6 @@ from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.batches.suspects import WHOLE
 from lightning_pipe.engine.first_batch.loss_check import LossCheck
 from lightning_pipe.engine.first_batch.mixing import MixingCheck
-from lightning_pipe.warn_once import WarnOnce
 
 _CHECKED = frozenset((0, 1, 3, 7, 15, 31))
 """The batches that are checked: in the first ones there may be one class alone, or no padding."""
@@ -59,10 +58,8 @@ class LossChecks:
     def __init__(self, *, weighted: bool, replica: int = 0) -> None:
         self._weighted, self._replica = weighted, replica
         self._batches = 0
-        self._has_warned = False
         self._mixing: Difference | None = None
-        self._told = set[bool]()  # that samples depend on each other, and that it could not be seen
-        self._warn = WarnOnce()
+        self._told = set[str]()  # what has been warned of
 
     def begin(self, micro_batches: MicroBatches) -> LossCheck | None:
         """The check of the next batch; ``None`` if that batch is not checked.
@@ -73,7 +70,7 @@ class LossChecks:
         if len(micro_batches.parts) == 1:
             return None
         number, self._batches = self._batches, self._batches + 1
-        if (number not in _CHECKED or self._has_warned) and not micro_batches.compared:
+        if (number not in _CHECKED or "loss" in self._told) and not micro_batches.compared:
             return None
         pairs, some = (len(micro_batches.parts), 3) if number == 0 else (1, 1)
         return LossCheck(
@@ -86,11 +83,11 @@ class LossChecks:
         )
 
     def _tell_mixing(self, layers: str, sizes: Sequence[int]) -> None:
-        found = _mixing(layers, sizes) if sizes else None
+        found, kind = (_mixing(layers, sizes), "samples") if sizes else (None, "unseen samples")
         if found and self.repeats:
             self._mixing = found
-        elif self._replica == 0 and bool(sizes) not in self._told and (sizes or not self._weighted):
-            self._told.add(bool(sizes))
+        elif self._replica == 0 and kind not in self._told and (sizes or not self._weighted):
+            self._told.add(kind)
             # not by rank_zero_warn: process 0 need not have the stage
             warnings.warn(f"{found.why} {_WRONG} {found.remedy}" if found else _unchecked_layers(layers), stacklevel=2)
 
@@ -102,14 +99,11 @@ class LossChecks:
         sizes = f"micro-batches of {check.sizes[one]} and {check.sizes[other]} samples"
         together = f"the same samples together have {both:.7g} (without dropout)."
         if check.summed:
-            why = f"The loss is not a sum over the samples, as loss_weight='sum' says: {sizes} add up to {expected:.7g}"
-            return Difference(
-                f"{why}, {together}",
-                "For a mean leave loss_weight out, or say what a micro-batch counts.",
-                in_loss=True,
-            )
-        why = f"The loss is not a mean over the samples: {sizes} have a mean loss of {expected:.7g}"
-        return Difference(f"{why}, {together}", f"{WEIGHTS} {APART}", in_loss=True)
+            why = f"The loss is not a sum over the samples, as loss_weight='sum' says: losses of {sizes} add up to"
+            remedy = "For a mean leave loss_weight out, or say what a micro-batch counts."
+        else:
+            why, remedy = f"The loss is not a mean over the samples: {sizes} have a mean loss of", f"{WEIGHTS} {APART}"
+        return Difference(f"{why} {expected:.7g}, {together}", remedy, in_loss=True)
 
     def fitting(self, check: LossCheck | None) -> list[str] | None:
         """What the loss may be a mean over, as seen on this rank; ``None``: it knows nothing of it."""
@@ -123,13 +117,14 @@ class LossChecks:
         Args:
             check: the check of a batch that has run, on a rank with the last stage.
         """
-        if check is None or self._has_warned or self._weighted:
+        if check is None or self._weighted or "loss" in self._told:
             return
         if found := self.difference(check):
-            self._has_warned = True
+            self._told.add("loss")
             rank_zero_warn(f"{found.why} {_WRONG} {found.remedy}")
-        elif check.reason is not None and not check.agreed and False not in self._told:
-            self._warn("unchecked", _unchecked(check.reason, summed=check.summed))
+        elif check.reason is not None and not check.agreed and not self._told & {"unseen samples", "unseen loss"}:
+            self._told.add("unseen loss")
+            rank_zero_warn(_unchecked(check.reason, summed=check.summed))
 
 
 def _mixing(layers: str, sizes: Sequence[int]) -> Difference:
