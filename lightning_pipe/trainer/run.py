@@ -232,14 +232,15 @@ class PipelineRun:
             optimizers: those whose gradients are collected.
         """
         batch, *rest = args
-        step, weights, seed = self._split(batch, rest)
+        scale = loss_scale(self._precision)  # once: a look at it waits for the device
+        step, weights, seed = self._split(batch, rest, scale)
         again = step.micro_batches.compared or (step.check is not None and self._splitter.may_leave_whole)
         rewind = Rewind(self._module) if again else None
         with naming_suspects(batch, step.micro_batches), self.report.counted():
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)
             self.gradients.free_old(optimizers)
-            with withheld_gradients(list(self._module.parameters()), loss_scale(self._precision)) as withheld:
+            with withheld_gradients(list(self._module.parameters()), scale) as withheld:
                 outputs, before = self._run(step, weights, seed)
                 why = self._again(step) if rewind is not None else ""
                 # report what the last stage has made of the batch, and apply it on all ranks
@@ -250,8 +251,8 @@ class PipelineRun:
         self.gradients.after_batch(optimizers)
         return step.output(outputs, withheld)
 
-    def _split(self, batch: Any, rest: Sequence[Any]) -> tuple[StepOfBatch, list[float], int]:
-        """The step of a batch that is cut into micro-batches, the factors of their losses, and a seed."""
+    def _split(self, batch: Any, rest: Sequence[Any], scale: float) -> tuple[StepOfBatch, list[float], int]:
+        """The step of a batch that is cut into micro-batches, the factors of their losses, scaled, and a seed."""
         assert self._step is not None
         trainer: Any = self._module.trainer
         if self.streaming is not None and self.gradients.blocked:
@@ -261,7 +262,6 @@ class PipelineRun:
         except ConfigurationError:
             self.report.cannot_cut()
             raise
-        scale = loss_scale(self._precision)
         weights = [weight * scale for weight in self._splitter.weights(parts)]
         parts = self._splitter.to_compare(parts)
         self.report.batch(parts, self.loaders.order.notes, chosen=self._splitter.number == "auto")
