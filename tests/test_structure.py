@@ -17,24 +17,24 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "trainer": 8490,
+    "trainer": 8480,
     "intercept": 8040,
     "engine": 4800,
-    "schedules": 3430,
+    "schedules": 3440,
     "planning": 2940,
-    "transport": 2650,
+    "transport": 2570,
     "parameters": 2070,
     "construction": 1550,
-    "partition": 1360,
-    "simulate": 1320,
-    "sharding": 1050,
+    "partition": 1370,
+    "simulate": 1370,
+    "sharding": 1060,
     "batches": 1020,
     "profiling": 920,
     "plain": 540,
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 376, 134, 36
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 374, 134, 36
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 SLACK = 1.03
 """A budget that is further than this above its room is to be lowered."""
