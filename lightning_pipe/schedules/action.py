@@ -78,16 +78,12 @@ def cells(order: Iterable[Action]) -> Iterator[str]:
     """The actions of one rank as a CSV file has them, one cell for each block."""
     for block in blocks(order):
         text = ";".join(map(str, block))
-        yield text if len(block) == 1 else f"({text}){joint_name(block[-1])}"
+        yield text if len(block) == 1 else f"({text}){joint_name(block)}"
 
 
-def joint_name(last: Action) -> str:
-    """What cells call a forward and a backward pass that are one action, in torch as well, and two forward passes.
-
-    Args:
-        last: the second one.
-    """
-    return "JOINT_F" if last.kind is Kind.FORWARD else "OVERLAP_F_B"
+def joint_name(block: Iterable[Action]) -> str:
+    """What cells call a forward and a backward pass that are one action, in torch as well, and two forward passes."""
+    return "JOINT_F" if all(action.kind is Kind.FORWARD for action in block) else "OVERLAP_F_B"
 
 
 Placement = Mapping[tuple[int, int], int]

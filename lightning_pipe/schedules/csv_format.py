@@ -16,7 +16,7 @@ from lightning_pipe.schedules.ir import Schedule
 _CELL = re.compile(r"(\d+)([A-Z]+)(\d+)(?:@(\d+))?")
 _INSERTED = re.compile(r"\d+(?:(?:UN|RE)SHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d+)")
 """What torch's files may have besides; here messages and reductions follow from the order of the rest."""
-_BLOCK = re.compile(r"\(([^;]*);([^;]*)\)([A-Z_]+)")
+_BLOCK = re.compile(r"\(([^;]*;.*)\)([A-Z_]+)")
 _KINDS = {kind.value: kind for kind in COMPUTE}
 
 
@@ -61,7 +61,8 @@ def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
         if not cell or _INSERTED.fullmatch(cell):
             continue
         block = _BLOCK.fullmatch(cell)
-        for place, part in enumerate(block.groups()[:2] if block else [cell]):
+        parts = block[1].split(";") if block else [cell]
+        for place, part in enumerate(parts):
             match = _CELL.fullmatch(part.strip())
             if match is None or match[2] not in _KINDS:
                 raise ScheduleError(
@@ -70,6 +71,6 @@ def parse_row(cells: Iterable[str], where: str = "schedule") -> list[Action]:
                 )
             stage, kind, micro_batch, pipe = match.groups()
             actions.append(Action(_KINDS[kind], int(stage), int(micro_batch), int(pipe or 0), joined=place > 0))
-        if block and block[3] != (name := joint_name(actions[-1])):
+        if block and block[2] != (name := joint_name(actions[-len(parts) :])):
             raise ScheduleError(f"{where}, column {column}: {cell!r} joins what is called {name}.")
     return actions
