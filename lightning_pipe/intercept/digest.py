@@ -136,8 +136,8 @@ class Digest:
                 "before: a number, a tensor or an attribute depends on earlier micro-batches, the rank or time, or "
                 "one of the two has called other torch functions on the batch or drawn other random numbers.",
                 hint="What the step changes must not decide what layers compute in the same batch: change it in a "
-                "hook, such as on_train_batch_start or on_train_batch_end; or use micro_batches=1, in evaluations "
-                "PipeStrategy(stream_evaluation=False).",
+                "hook, such as on_train_batch_start or on_train_batch_end; or use micro_batches=1, and no "
+                "evaluation_micro_batches.",
             )
 
     def told(self, calls: int) -> tuple[int, ...]:

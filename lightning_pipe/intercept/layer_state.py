@@ -225,7 +225,7 @@ class LayerState:
                 raise CutError(
                     f"the step changes `{self.written(part, attribute)}` behind '{name}', whose stage has begun with "
                     "other micro-batches by then: they would see an old value.",
-                    hint=f"{IN_A_HOOK} Or use micro_batches=1, in evaluations stream_evaluation=False.",
+                    hint=f"{IN_A_HOOK} Or use micro_batches=1, and no evaluation_micro_batches.",
                 )
 
     @contextmanager
