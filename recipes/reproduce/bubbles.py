@@ -246,7 +246,7 @@ def flushes(ranks: int, micro_batches: int) -> Result:
 
 
 def other_formulas() -> Result:
-    """Interleaved 1F1B, looped BFS, zero bubble, DualPipe and BitPipe: the formulas of their papers."""
+    """Interleaved 1F1B, looped BFS, zero bubble with V-Half and V-Min, DualPipe and BitPipe: their formulas."""
     rows = []
     for ranks, micro_batches, virtual in ((4, 8, 2), (4, 16, 4), (8, 16, 2)):
         for looped, source in (
@@ -277,6 +277,12 @@ def other_formulas() -> Result:
                     note=f"(p-1)(F+B-{'2' if times > 1 else ''}W): Qi et al., ICLR'24, Table 2",
                 )
             )
+    equal = Costs(forward=1, backward=2, backward_input=1, backward_weight=1)
+    ratios = [bubble(each.build(16, 32), equal) for each in (OneFOneB(), ZeroBubble("v_half"), ZeroBubble("v_min"))]
+    of_1f1b, *others = [ratio / (1 - ratio) for ratio in ratios]
+    for name, share, idle in zip(("V-Half", "V-Min"), (Fraction(1, 2), Fraction(2, 3)), others, strict=True):
+        note = "the limit of many ranks, as the authors' program tells it"
+        rows.append(near(f"{name}, idle time over 1F1B's, p=16, m=32, equal parts", share, idle / of_1f1b, note=note))
     dual = simulate(DualPipe().build(8, 20))
     peak = max(dual.peak_activations)
     rows.append(Row("DualPipe, most activations on a rank, 8 ranks, 20 micro-batches", 9, peak, "exact"))
