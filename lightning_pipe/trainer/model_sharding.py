@@ -18,6 +18,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, TENSOR, is_divided
+from lightning_pipe.patches import replaced
 from lightning_pipe.sharding.mesh import device_mesh
 from lightning_pipe.sharding.model import ShardedModel
 from lightning_pipe.sharding.refusals import WHAT, check_family, in_parts
@@ -128,10 +129,14 @@ class ModelSharding:
         pipeline.reductions.sharded = None
         return not self.model.own
 
-    def let_go(self, module: pl.LightningModule | None) -> None:
-        """After an error: torch (2.13) can move no DTensor that a graph has, and would raise one about that."""
-        if module is not None and self.model is not None and self.model.parameters is not None:
-            vars(module)["cpu"] = lambda: module
+    def left_behind(self, module: pl.LightningModule | None) -> AbstractContextManager[Any]:
+        """Around Lightning's teardown: after an error parameters in parts stay on their device.
+
+        torch (2.13) can move no DTensor that a graph has, and would raise an error about that instead.
+        """
+        if module is None or self.model is None or self.model.parameters is None:
+            return nullcontext()
+        return replaced(module, "cpu", lambda: module)
 
 
 def _asks_for_mesh(code: Any) -> bool:

@@ -568,7 +568,6 @@ class PipeStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         forget_calls(None if self._divided is None else self._divided.calls, exception)
-        self.sharding.let_go(self.lightning_module)
         self.processes.fail(exception)
 
     @override
@@ -582,7 +581,8 @@ class PipeStrategy(ParallelStrategy):
                 DeferredBatchNorm.revert(divided.run.pipeline.module)
         finally:
             self._changed.close()
-            super().teardown()
+            with self.sharding.left_behind(self.lightning_module):
+                super().teardown()
 
     def _leave(self, pipeline: Pipeline) -> None:
         """At the end of a run: the module is whole on every rank, or each keeps its share. Collective."""

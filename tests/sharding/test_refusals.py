@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.config import layout
@@ -30,7 +31,9 @@ from lightning_pipe.sharding.tensor_parallel import (
     plan_of,
 )
 from lightning_pipe.trainer.model_sharding import ModelSharding, check
+from tests.support import processes
 from tests.support.sharded_runs import MODELS
+from tests.support.trainer_runs import QUIET, quiet
 
 
 @pytest.mark.parametrize(
@@ -228,3 +231,34 @@ def test_what_a_module_may_ask_of_fully_shard(mesh: Any, options: dict[str, Any]
         return
     with pytest.raises(ConfigurationError, match=message):
         FullySharded(module, stages, transport, SimpleNamespace())
+
+
+class Fails(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept: Tensor = self.layers(batch[0]).pow(2).mean()
+        return self.kept
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.copies = [each.clone() for each in self.parameters()]  # graphs have what they are copies of
+        raise ValueError("the user's own")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def failing(process: int) -> tuple[str, bool]:
+    quiet()
+    options = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "micro_batches": 2}
+    strategy, module = PipeStrategy(layers="layers", shard_optimizer="parameters", **options), Fails()
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
+    with pytest.raises(ValueError, match="own") as error:
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(16, 8)), 4))
+    return str(error.value), "cpu" in vars(module)
+
+
+def test_an_error_is_the_last_one_and_leaves_the_module_as_it_was() -> None:
+    assert processes.run_trainers(failing, 2, timeout=60) == [("the user's own", False)] * 2

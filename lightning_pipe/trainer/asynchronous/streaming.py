@@ -104,7 +104,7 @@ class Streaming:
         for callback in (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)):
             self._around(callback, "_monitor_candidates", partial(self._name_file, callback))
         if self._world.layout.world_size > 1:
-            self._changed.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", self._share_signals))
+            self._around(epoch_loop, "_broadcast_sigterm_tensor", self._share_signals)
 
     def end(self) -> None:
         """Leave Lightning as it was found. After an error batches may be in flight: they are dropped."""
@@ -137,7 +137,7 @@ class Streaming:
         else:
             method(data_fetcher)
 
-    def _share_signals(self) -> None:
+    def _share_signals(self, _: Callable[..., Any]) -> None:
         """Act on the signals that process 0 has received; it does not wait for the other processes."""
         signals: Signals = self._trainer.strategy.processes.signals
         asked = list(signals.asked)
