@@ -141,7 +141,7 @@ class Digest:
             )
 
     def told(self, calls: int) -> tuple[int, ...]:
-        """The words of so many calls, for the next stage; the mark that a step comes back has none."""
+        """The words of so many calls, for the next stage; the mark of the end of a step has none."""
         words = self.words[:calls]
         return (*words, *[0] * (calls - len(words)))
 

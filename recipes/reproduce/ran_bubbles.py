@@ -74,7 +74,7 @@ def _later(variants: list[Family], found: list[float], ranks: int, number: int) 
         simulated = float(simulate(family.build(ranks, number), costs).bubble_ratio)
         formula = _formula(family, ranks, number)
         note = f"simulated {simulated:.4g}; {BUSY}"
-        yield Row(f"{family.label}, p={ranks}, m={number}", formula, bubble, "10 %", note=note, near="20 %")
+        yield near(f"{family.label}, p={ranks}, m={number}", formula, bubble, note=note)
 
 
 def _formula(family: Family, ranks: int, number: int) -> float | None:

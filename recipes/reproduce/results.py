@@ -101,9 +101,9 @@ class Row:
 
 
 def near(
-    what: str, published: Value, reproduced: Value, unit: str = "", in_sample: bool = False, note: str = ""
+    what: str, published: Value | None, reproduced: Value, unit: str = "", in_sample: bool = False, note: str = ""
 ) -> Row:
-    """A simulated value: reproduced within 10 %, near within 20 %. The arguments are those of `Row`."""
+    """A simulated or measured value: reproduced within 10 %, near within 20 %. The arguments are those of `Row`."""
     return Row(what, published, reproduced, "10 %", unit, in_sample, note, "20 %")
 
 
