@@ -12,7 +12,6 @@ from recipes.errors import RecipeError
 from recipes.provenance import machine
 from recipes.reproduce import experiments
 from recipes.reproduce.report import Outcome, as_json, page, text
-from recipes.reproduce.results import Result, store, stored
 
 OUTPUT = Path("outputs/reproduce")
 
@@ -22,8 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.reproduce", description=__doc__)
     parser.add_argument("name", help="an experiment, list, or all")
     parser.add_argument("overrides", nargs="*", help="of the experiment's file in conf/reproduce: run.depths=[4]")
-    parser.add_argument("--full", action="store_true", help="also what takes long")
-    parser.add_argument("--store", action="store_true", help="keep what takes long in recipes/reproduce/stored")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the page and the JSON")
     given = parser.parse_args(arguments)
     try:
@@ -32,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         chosen = experiments.names() if given.name == "all" else [given.name]
         start = time.monotonic()
-        full = given.full or given.name != "all"
-        outcomes = [outcome(name, given.overrides, full=full, keep=given.store) for name in chosen]
+        outcomes = [outcome(name, given.overrides) for name in chosen]
     except RecipeError as error:
         sys.exit(str(error))
     print(text(outcomes))
@@ -48,32 +44,21 @@ def listing() -> str:
     ]
     return "\n".join(
         f"{one.name.ljust(widths[0])}  {one.place.ljust(widths[1])}  {one.how}"
-        f"{', with --full' if one.long else ''}{f': {one.why}' if one.run is None else f': {one.title}'}"
+        f"{f': {one.why}' if one.run is None else f': {one.title}'}"
         for one in loaded
     )
 
 
-def outcome(name: str, overrides: Sequence[str] = (), *, full: bool, keep: bool = False) -> Outcome:
-    """Runs an experiment; one that takes long only if ``full``, else what an earlier run has stored is shown.
+def outcome(name: str, overrides: Sequence[str] = ()) -> Outcome:
+    """Runs an experiment.
 
     Args:
         name: of the experiment.
         overrides: of its file.
-        full: whether to run it though it takes long.
-        keep: store what took long.
     """
     experiment = experiments.load(name, overrides)
-    if experiment.long and not full:
-        kept = stored(name)
-        if kept is None:
-            return Outcome(experiment, Result.of([]), not_run=f"python -m recipes.reproduce {name} runs it.")
-        return Outcome(experiment, kept[0], stored=kept[1])
     print(f"{name} …", file=sys.stderr, flush=True)
-    start = time.monotonic()
-    result = experiment.reproduce()
-    if experiment.long and keep:
-        store(name, result, f"{machine()}; {time.monotonic() - start:.0f} s")
-    return Outcome(experiment, result)
+    return Outcome(experiment, experiment.reproduce())
 
 
 def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:

@@ -37,7 +37,6 @@ class Experiment:
     how: str = MISSING  # one of HOW
     set_up: str = MISSING  # in a sentence
     why: str = ""  # of what is not possible here, or is left out
-    long: bool = False  # only with --full
     run: Any = None  # the function that makes the rows, with its arguments and tolerances
     name: str = MISSING
 

@@ -93,31 +93,6 @@ def bars(
     return picture(title, figure, caption)
 
 
-@rc_context(STYLE)
-def curves(
-    title: str, values: Mapping[str, Sequence[float]], x: str, y: str, caption: str, *, mean_of: int = 1
-) -> Picture:
-    """Values by step.
-
-    Args:
-        title: above it.
-        values: for each label, one value for each step.
-        x: along x.
-        y: along y, with unit.
-        caption: below it.
-        mean_of: steps that are averaged.
-    """
-    figure, plot = _figure((8.2, 4.4))
-    for index, (label, each) in enumerate(values.items()):
-        steps = range(mean_of, len(each) + 1)
-        smooth = [sum(each[at - mean_of : at]) / mean_of for at in steps]
-        first: Any = {"linewidth": 3.5, "color": "#BBBBBB", "linestyle": "-"}
-        other: Any = {"linewidth": 1.3, "color": COLOURS[(index - 1) % len(COLOURS)]}
-        plot.plot(steps, smooth, label=label, **(other | {"linestyle": (0, (4, 1 + 0.6 * index))} if index else first))
-    _finish(figure, plot, (x, y), published=False)
-    return picture(title, figure, caption)
-
-
 def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.add_subplot()

@@ -19,7 +19,6 @@ MEANINGS = {
     "not reproduced": "outside the tolerance; the reason is the note",
     "in sample": "within 20 %, but constants were fitted to it: it shows the fit, and reproduces nothing",
     "shown": "without a claim: published or reproduced value alone, or no tolerance is set",
-    "not run": "takes long; runs with --full",
     "not possible here": "needs what a small machine does not have, or has no values; the reason stands beside it",
 }
 PAGE = Path(__file__).with_name("page.html")
@@ -32,20 +31,15 @@ class Outcome:
     Args:
         experiment: the experiment.
         result: its rows and pictures.
-        stored: machine and date of a result that an earlier run has left.
-        not_run: why there is no result.
     """
 
     experiment: Experiment
     result: Result
-    stored: str = ""
-    not_run: str = ""
 
     @property
     def verdicts(self) -> Counter[str]:
         """How many rows have which verdict; an experiment without rows counts as one."""
-        without = "not run" if self.not_run else self.experiment.how
-        return Counter([str(row.verdict) for row in self.result.rows] or [without])
+        return Counter([str(row.verdict) for row in self.result.rows] or [self.experiment.how])
 
 
 def text(outcomes: Sequence[Outcome]) -> str:
@@ -109,10 +103,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _rows(outcome: Outcome) -> str:
     """The rows of one experiment below its name."""
     one, lines, before = outcome.experiment, [], ""
-    stored = f"; stored result: {outcome.stored}" if outcome.stored else ""
-    title = f"{one.name}: {one.title} ({one.place}; {one.how}{stored})"
+    title = f"{one.name}: {one.title} ({one.place}; {one.how})"
     if not outcome.result.rows:
-        return f"{title}\n\n{next(iter(outcome.verdicts))}: {outcome.not_run or one.why}"
+        return f"{title}\n\n{one.how}: {one.why}"
     for row in outcome.result.rows:
         published, reproduced = (
             "–" if value is None else f"{shown(value)} {row.unit}".rstrip()  # noqa: RUF001
@@ -140,5 +133,5 @@ def as_json(outcomes: Sequence[Outcome]) -> str:
         source = {"paper": one.source.paper, "place": one.source.place, "citation": one.citation()}
         rows = [asdict(row) | {"difference": row.difference, "verdict": row.verdict} for row in outcome.result.rows]
         about = {"experiment": one.name, "title": one.title, "source": source, "how": one.how, "set_up": one.set_up}
-        told.append(about | {"why": outcome.not_run or one.why, "stored": outcome.stored, "rows": rows})
+        told.append(about | {"why": one.why, "rows": rows})
     return json.dumps(told, indent=2, ensure_ascii=False, default=str) + "\n"

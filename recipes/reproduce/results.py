@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from recipes.errors import RecipeError
 
-STORED = Path(__file__).with_name("stored")
 Value = int | float | Fraction | str | tuple[int | float | Fraction | str, ...]
-Verdict = Literal["reproduced", "near", "in sample", "not reproduced", "shown", "not possible here", "not run"]
+Verdict = Literal["reproduced", "near", "in sample", "not reproduced", "shown", "not possible here"]
 
 
 def holds(tolerance: str, published: Value, reproduced: Value) -> bool:
@@ -141,33 +138,6 @@ class Result:
     def of(cls, rows: Iterable[Row], *pictures: Picture) -> Result:
         """From any rows."""
         return cls(tuple(rows), pictures)
-
-
-def store(name: str, result: Result, about: str, folder: Path = STORED) -> None:
-    """Keeps the result of an experiment that takes long, in the place of an earlier one: ``all`` shows it.
-
-    Args:
-        name: of the experiment.
-        result: its rows and pictures.
-        about: machine, date, and how long it took.
-        folder: where.
-    """
-    content = json.dumps({"about": about, **asdict(result)}, indent=1, ensure_ascii=False, default=float)
-    (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
-
-
-def stored(name: str, folder: Path = STORED) -> tuple[Result, str] | None:
-    """A result that was kept, and what it says of itself; ``None`` if there is none."""
-    path = folder / f"{name}.json"
-    if not path.exists():
-        return None
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), object_hook=_tuples)
-    pictures = (Picture(**one) for one in content["pictures"])
-    return Result.of((Row(**one) for one in content["rows"]), *pictures), content["about"]
-
-
-def _tuples(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
 
 
 def shown(value: Value | None) -> str:

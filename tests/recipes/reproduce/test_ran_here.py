@@ -1,10 +1,9 @@
-"""What runs on the engine, in small: update rules, batch norm, layers that sleep, curves, memory."""
+"""What runs on the engine, in small: update rules, batch norm, layers that sleep, held activations."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.topology import Topology
-from recipes import config
-from recipes.errors import RecipeError
-from recipes.reproduce import parity, ran_bubbles, sleeping
+from recipes.reproduce import ran_bubbles, sleeping
 from recipes.reproduce.held_activations import NAMES, count
-from recipes.reproduce.one_device_memory import MIB, largest, measured, peak_bytes
 from recipes.reproduce.sleeping import Case, measure
 from recipes.reproduce.update_rules import batch_norm, rules
-from tests.support.processes import run_trainers
 from tests.support.threads import run_threads, thread_world
 
 
@@ -71,44 +66,3 @@ def test_what_the_engine_holds() -> None:
     families = [schedules.get(name) for name in NAMES.values()]
     found = run_threads(thread_world(Topology(4)), lambda transport: count(transport, families, 8), timeout=60)
     assert found == [[4, 4, 3, 2]] * 4
-
-
-def test_a_pipeline_trains_as_one_device() -> None:
-    small = ["model.width=4", "model.blocks=[1,1,1,1]", "data.batch_size=16"]
-    given = config.composed(["experiment=resnet101_imagenet", "data.source=digits", "optim.lr=1e-3", *small])
-    data = parity.batches(given, 2)
-    alone = {number: parity.train(given, data, parity.MICRO_BATCHED, 2, number) for number in (1, 2)}
-    assert alone[1] == parity.train(given, data, parity.ONE_DEVICE, 2, 1)
-    assert alone[2] != pytest.approx(alone[1], abs=1e-3)  # batch norm treats the halves apart
-    for name, number in {"gpipe": 1, "interleaved": 2, "chimera": 2}.items():
-        assert parity.train(given, data, name, 2, number) == pytest.approx(alone[number], abs=1e-3)
-    assert len(parity.train(given, data, "pipedream", 2, 1)) == 2
-
-
-def test_the_largest_size_below_a_limit() -> None:
-    assert largest(lambda size: (size, size * MIB), 10.5, 2, 20, 1) == (10, 10, 10 * MIB)
-    assert largest(lambda size: (size, size * MIB), 10.5, 4, 20, 4) == (8, 8, 8 * MIB)
-    for range_ in ((11, 20), (2, 10)):
-        with pytest.raises(RecipeError, match="not between a size of"):
-            largest(lambda size: (size, size * MIB), 10.5, *range_, 1)
-
-
-def forked(**options: Any) -> tuple[int, int]:
-    """In a process that has torch already."""
-    found: tuple[int, int] = run_trainers(_peak, 1, options=options)[0]
-    return found
-
-
-def _peak(process: int, options: dict[str, Any]) -> tuple[int, int]:
-    return peak_bytes(**options)
-
-
-@pytest.mark.parametrize("way", [forked, pytest.param(measured, marks=pytest.mark.slow)])
-def test_recomputation_needs_less_memory(way: Callable[..., tuple[int, int]]) -> None:
-    # in processes of their own: this one may have memory to spare
-    options: dict[str, Any] = {"kind": "transformer", "size": 6, "batch": 16, "length": 64, "vocabulary": 16}
-    options |= {"width": 64, "inner": 256, "heads": 2}
-    parameters, naive = way(micro_batches=0, **options)
-    same, recomputed = way(micro_batches=16, **options)
-    assert parameters == same > 0
-    assert naive > recomputed

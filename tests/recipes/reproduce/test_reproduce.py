@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -15,12 +14,12 @@ from omegaconf import OmegaConf
 
 from recipes.errors import RecipeError
 from recipes.reproduce import experiments
-from recipes.reproduce.__main__ import main, outcome
+from recipes.reproduce.__main__ import main
 from recipes.reproduce.bubbles import value
 from recipes.reproduce.experiments import Experiment
 from recipes.reproduce.published import paper
 from recipes.reproduce.report import Outcome, as_json, page, text
-from recipes.reproduce.results import STORED, Picture, Result, Row, near, shares, store, stored
+from recipes.reproduce.results import Result, Row, near, shares
 
 SMALLER = {
     "chimera_table2": ["run.depths=[4,8]"],
@@ -38,7 +37,7 @@ SLOW = {
 def is_computed(name: str) -> bool:
     """As its file says without Hydra, which takes seconds for all of them whenever tests are collected."""
     file = OmegaConf.load(experiments.FOLDER / f"{name}.yaml")
-    return "run" in file and not file.get("long") and file.how in ("counted", "simulated")
+    return "run" in file and file.how in ("counted", "simulated")
 
 
 @cache
@@ -184,13 +183,7 @@ def outcomes() -> list[Outcome]:
     ]
     impossible = Experiment(title="Accuracy", how="not possible here", set_up="", why="No data.", name="accuracy")
     impossible.source = experiment.source
-    long = Experiment(title="Long", how="ran here", set_up="Long.", name="long")
-    long.source = experiment.source
-    return [
-        Outcome(experiment, Result.of(rows)),
-        Outcome(impossible, Result.of([])),
-        Outcome(long, Result.of([]), not_run="--full runs it."),
-    ]
+    return [Outcome(experiment, Result.of(rows)), Outcome(impossible, Result.of([]))]
 
 
 GOLDEN = Path(__file__).with_name("page.html")
@@ -201,36 +194,13 @@ def test_the_page_is_the_golden_one() -> None:
     assert page(outcomes(), "a machine") == GOLDEN.read_text(encoding="utf-8")
 
 
-def test_the_text_names_machine_and_date_of_what_is_stored() -> None:
-    one = outcomes()[0]
-    assert "simulated; stored result: 2026-01-02; a machine)" in text([replace(one, stored="2026-01-02; a machine")])
-
-
 def test_text_and_json_say_the_same() -> None:
     told = text(outcomes())
-    assert told.endswith(
-        "8 rows: 2 not possible here, 1 reproduced, 1 in sample, 1 not reproduced, 1 shown, 1 near, 1 not run"
-    )
+    assert told.endswith("7 rows: 2 not possible here, 1 reproduced, 1 in sample, 1 not reproduced, 1 shown, 1 near")
     assert "| **not reproduced** | the machine of the authors |" in told
     first = json.loads(as_json(outcomes()))[0]
     assert [row["verdict"] for row in first["rows"]][:3] == ["reproduced", "in sample", "not reproduced"]
     assert first["rows"][0]["published"] == "3/7"
-
-
-def test_what_is_stored_is_read_as_it_was(tmp_path: Path) -> None:
-    result = Result.of([*outcomes()[0].result.rows[1:], Row("pair", (1, 2), (1, 2.5), "1e-3")], PICTURE)
-    store("a_table", result, "a machine; 3 s", tmp_path)
-    assert stored("a_table", tmp_path) == (result, "a machine; 3 s")
-    assert stored("another", tmp_path) is None
-
-
-PICTURE = Picture("Loss", "<svg></svg>", "by step")
-
-
-def test_stored_results_are_those_of_long_experiments() -> None:
-    for path in STORED.glob("*.json"):
-        assert experiments.load(path.stem).long
-        assert outcome(path.stem, full=False).stored
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
