@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from lightning_pipe.schedules import Family
 from lightning_pipe.simulate import Memory, memory_over_time, peak
 from recipes.reproduce.bubbles import SCHEMES
 from recipes.reproduce.counted import sizes_of_stages
@@ -52,19 +51,17 @@ def of_stages(model: str, stages: int, batch: int) -> Memory:
 
 
 @cache
-def peaks(
-    model: str, scheme: str | Family, depth: int, batch: int, micro_batches: int | None = None
-) -> tuple[float, ...]:
+def peaks(model: str, scheme: str, depth: int, batch: int, micro_batches: int | None = None) -> tuple[float, ...]:
     """For every worker its peak in GB, without what the allocator keeps besides.
 
     Args:
         model: a key of `BLOCK`.
-        scheme: of Chimera's Table 2, or any schedule; its stages are equal shares of the model.
+        scheme: of Chimera's Table 2; its stages are equal shares of the model.
         depth: D.
         batch: sequences of a micro-batch.
         micro_batches: N; by default D. Without a flush there are always enough of them.
     """
-    family = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    family = SCHEMES[scheme]
     schedule = family.build(depth, micro_batches or depth if family.synchronous else 4 * depth)
     memory = of_stages(model, schedule.stages, batch)
     return tuple(float(peak(points).total) / GB for points in memory_over_time(schedule, memory))

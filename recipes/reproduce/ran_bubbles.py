@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+from lightning_pipe import schedules
 from lightning_pipe.schedules import Family, Interleaved, InterleavedZeroBubble, ZeroBubble
 from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.bubbles import SCHEMES, value
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, near
-from recipes.reproduce.sleeping import Case, bubbles, family_of
+from recipes.reproduce.sleeping import Case, bubbles
 
 BUSY = "measured with processes that sleep: a machine that is busy with something else wakes them late"
 
@@ -63,7 +64,7 @@ def later(ranks: int, micro_batches: int, unit: float, batches: int, names: Sequ
         batches: measured ones, of which the median counts.
         names: of the schedules.
     """
-    variants = [variant for name in names for variant in family_of(name).variants()]
+    variants = [variant for name in names for variant in schedules.get(name).variants()]
     found = bubbles([Case(each, micro_batches, unit, 2 * unit, batches) for each in variants], ranks)
     return Result.of(list(_later(variants, found, ranks, micro_batches)))
 

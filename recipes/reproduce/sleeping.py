@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe import schedules
 from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.profiling.processes import in_processes
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
-from recipes.reproduce.bubbles import SCHEMES
 
 
 @dataclass(frozen=True)
@@ -170,8 +168,3 @@ def _streamed(transport: Transport, case: Case) -> float:
     for _ in pipeline.drain():
         net.zero_grad()
     return float(transport.all_gather_object(found, tuple(range(transport.topology.ranks)))[0])
-
-
-def family_of(name: str) -> Family:
-    """The schedule of a name that the papers or this package use."""
-    return SCHEMES[name] if name in SCHEMES else schedules.get(name)

@@ -10,9 +10,9 @@ import pytest
 from lightning_pipe.planning.prediction import Configuration
 from lightning_pipe.schedules import GEMS, Chimera, Family, OneFOneB, PipeDream2BW
 from lightning_pipe.simulate import Costs, simulate
-from recipes.reproduce.beyond import OnPizDaint
 from recipes.reproduce.counted import sizes_of_stages
 from recipes.reproduce.piz_daint import HEAD, Machine
+from recipes.reproduce.searching import OnPizDaint
 
 MACHINE = Machine(floor=6e-3, gpt2=6e-3, p2p=3e8, all_reduce=1e9, together=2, switch=4e-4, allocator=1.3, calibrated={})
 

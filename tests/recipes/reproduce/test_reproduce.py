@@ -29,7 +29,7 @@ SMALLER = {
 
 SLOW = {
     *("chimera_figure9", "chimera_figure10", "chimera_figure11", "chimera_figure13", "chimera_figure1_throughput"),
-    *("later_schedules_bert", "later_schedules_gpt2", "later_schedules_gpt2_larger", "search_on_their_machine"),
+    "search_on_their_machine",
 }
 """Simulations of many set-ups or ranks: seconds each."""
 

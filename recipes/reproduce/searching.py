@@ -1,4 +1,4 @@
-"""Beyond the papers: later schedules on the papers' machines, and what the search would have chosen there."""
+"""What the search would have chosen on Chimera's machine."""
 
 from __future__ import annotations
 
@@ -8,91 +8,15 @@ from typing import Any
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
 from lightning_pipe.planning.prediction import Configuration, Predictor
 from lightning_pipe.planning.search import search
-from lightning_pipe.schedules import Chimera, Family, Schedule
+from lightning_pipe.schedules import Chimera, Schedule
 from lightning_pipe.simulate import Costs, Memory
 from recipes.reproduce.counted import sizes_of_stages
-from recipes.reproduce.memory import BLOCK, DEVICE, activation, fits, of_stages, peaks
-from recipes.reproduce.pictures import lines, picture
+from recipes.reproduce.memory import BLOCK, DEVICE, activation, of_stages, peaks
 from recipes.reproduce.piz_daint import BLOCKS, Machine
-from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row
-from recipes.reproduce.sleeping import family_of
 from recipes.reproduce.throughput import UNIT, modelled
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-
-
-def later_schedules(
-    machine: Machine,
-    model: str,
-    nodes: Sequence[int],
-    sequences: int,
-    depths: Sequence[int],
-    batches: Sequence[int],
-    schedules: Sequence[str],
-    figure: str,
-) -> Result:
-    """Every schedule in its best depth and micro-batch, with more and more nodes.
-
-    Args:
-        machine: its constants.
-        model: a key of `recipes.reproduce.piz_daint.BLOCKS`.
-        nodes: how many.
-        sequences: of the mini-batch, for each node.
-        depths: of the pipelines.
-        batches: sequences of a micro-batch.
-        schedules: by the names of Chimera's Table 2 or of this package.
-        figure: whose points of the paper are drawn, too; empty: none.
-    """
-    rows, ours = [], {}  # type: ignore[var-annotated]
-    for number in nodes:
-        first = 0.0
-        for name in schedules:
-            found = [
-                _speed(machine, each, model, number, depth, batch, sequences * number)
-                for each in family_of(name).variants()
-                for depth in depths
-                for batch in batches
-            ]
-            speed, label = max(each for each in found if each is not None)
-            first = first or speed
-            ours.setdefault(name, []).append((number, speed))
-            note = f"{label}; {speed / first:.3f} times {schedules[0]}"
-            rows.append(
-                Row(
-                    f"{name}, {number:,} nodes, mini-batch of {sequences * number:,}", None, speed, unit=UNIT, note=note
-                )
-            )
-    points = {}
-    if figure:
-        for name in schedules:
-            of_figure = {int(count): speeds.get(name) for count, speeds in published("chimera", figure).items()}
-            if None not in of_figure.values():
-                points[name] = list(of_figure.items())
-    title = f"{model} with {sequences} sequence{'s' if sequences > 1 else ''} for each node, with later schedules"
-    caption = "Simulated with the constants of Chimera's machine. Both axes grow by factors."
-    caption += f" Published points are those of {figure}, digitised." if figure else ""
-    drawn = lines(points, ours, ("nodes", f"throughput ({UNIT})"), logarithmic=True)
-    return Result.of(rows, picture(title, drawn, caption))
-
-
-def _speed(
-    machine: Machine, family: Family, model: str, nodes: int, depth: int, batch: int, total: int
-) -> tuple[float, str] | None:
-    """The speed with its set-up; ``None`` where there is no such set-up."""
-    width = nodes // depth
-    micro_batches, rest = divmod(total, width * batch)
-    stages = depth * family.stages_per_rank
-    if rest or not micro_batches or BLOCKS[model] % stages or family.published(depth, micro_batches) != micro_batches:
-        return None
-    again = _repeats(family) or not fits(machine, max(peaks(model, family, depth, batch, micro_batches)))
-    speed = machine.speed(family, model, width, depth, batch, total, again)
-    return speed, f"{family.label}, W{width}D{depth}B{batch}{', recomputed' * again}"
-
-
-def _repeats(family: Family) -> bool:
-    """Whether a family computes activations again of its own accord."""
-    return isinstance(family, Chimera) and family.scaling == "forward_doubling"
 
 
 class OnPizDaint(Predictor):
@@ -109,7 +33,8 @@ class OnPizDaint(Predictor):
 
     def costs(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Costs:
         """Of equal stages, by the machine."""
-        copies, again = len(schedule.holders(0)), one.recompute != "never" or _repeats(one.family)
+        doubles = isinstance(one.family, Chimera) and one.family.scaling == "forward_doubling"
+        copies, again = len(schedule.holders(0)), doubles or one.recompute != "never"  # doubling recomputes by itself
         return self.machine.costs(
             one.family, self.model, one.stages, one.replicas, copies, one.samples, recompute=again
         )
