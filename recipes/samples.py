@@ -12,8 +12,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 SHOWN = 8  # in all
-TEXT, PICTURE = "samples.txt", "samples.png"
-BETWEEN = "\n\n"
 
 Shown = list[str] | Figure
 """One text for each sample, or a picture of all."""
@@ -35,10 +33,10 @@ def write(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataMo
     shown: list[Shown] = [module.shown(batch, words) for batch in predicted]  # type: ignore[operator]
     for one in shown:
         if isinstance(one, Figure):
-            one.savefig(folder / PICTURE, dpi=80)
+            one.savefig(folder / "samples.png", dpi=80)
     texts = [text for one in shown if isinstance(one, list) for text in one]
     if texts:
-        (folder / TEXT).write_text(BETWEEN.join(texts) + "\n")
+        (folder / "samples.txt").write_text("\n\n".join(texts) + "\n")
 
 
 def indented(title: str, text: str) -> str:
