@@ -10,63 +10,50 @@ import hashlib
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from recipes.data.files import HELD_OUT, below
-from recipes.data.parallel_files import Pair
+from recipes.data import files
+from recipes.data.parallel import Pair, Parallel, languages
 from recipes.errors import RecipeError
 
 ROOTS = tuple(dict.fromkeys(Path(place, "share", "locale") for place in ("/usr", "/usr/local", sys.prefix)))
 ENGLISH = "en"  # the language that messages are written in
 SHORTEST, LONGEST = 3, 150  # words and characters of a message that is a sentence to translate
-ENOUGH = 2**20  # bytes of catalogues in every language, about ten thousand messages
 
 
-def places(language: str) -> list[Path]:
-    """The catalogues of a language on this machine."""
-    return [file for root in ROOTS for file in below(root / language / "LC_MESSAGES", (".mo",))]
-
-
-def files(pairs: Sequence[tuple[str, str]]) -> list[Path]:
-    """The catalogues that pairs of languages come from.
-
-    Args:
-        pairs: of languages, one of each English.
-    """
-    return [file for pair in pairs for file in places(_foreign(pair))]
-
-
-def enough(pairs: Sequence[tuple[str, str]]) -> bool:
-    """Whether this machine has catalogues of all these languages that a model can learn from."""
-    if not all(ENGLISH in pair for pair in pairs):
-        return False
-    return all(sum(file.stat().st_size for file in places(_foreign(pair))) >= ENOUGH for pair in pairs)
-
-
-def read(pair: tuple[str, str], split: str) -> Iterator[Pair]:
-    """The messages of a pair of languages.
+def messages(pairs: Sequence[str]) -> Parallel:
+    """Reads the message catalogues of this machine.
 
     A message belongs to a split by a hash of its English text: one that stands in several catalogues, or is translated
     into several languages, is never in both splits.
 
     Args:
-        pair: the languages, one of them English.
-        split: "train" or "validation".
+        pairs: such as "de-en": from German, to English, which one of the two languages must be.
     """
-    for english, translated in _messages(tuple(places(_foreign(pair)))):
-        if _held_out(english) == (split == "validation"):
-            yield Pair(translated, english) if pair[1] == ENGLISH else Pair(english, translated)
+    found = {pair: _catalogues(*languages(pair)) for pair in pairs}
+    used = [file for each in found.values() for file in each]
+
+    def read(pair: str, split: str) -> Iterator[Pair]:
+        for english, translated in _messages(tuple(found[pair])):
+            if _held_out(english) == (split == "validation"):
+                yield Pair(translated, english) if pair.endswith(f"-{ENGLISH}") else Pair(english, translated)
+
+    splits = {split: {pair: partial(read, pair, split) for pair in pairs} for split in files.SPLITS}
+    title = f"messages of programs and their translations ({len(used)} catalogues)"
+    return Parallel(title, splits, f"{files.fingerprint(used)} {SHORTEST} {LONGEST} {' '.join(pairs)}")
 
 
-def _foreign(pair: tuple[str, str]) -> str:
-    if ENGLISH not in pair:
-        raise RecipeError(f"No catalogue translates {pair[0]} to {pair[1]}.", hint="data.pairs such as [de-en, fr-en].")
-    return pair[0] if pair[1] == ENGLISH else pair[1]
+def _catalogues(source: str, target: str) -> list[Path]:
+    """The catalogues of the language that is not English."""
+    if ENGLISH not in (source, target):
+        raise RecipeError(f"No catalogue translates {source} to {target}.", hint="data.pairs such as [de-en, fr-en].")
+    language = source if target == ENGLISH else target
+    return [file for root in ROOTS for file in files.below(root / language / "LC_MESSAGES", (".mo",))]
 
 
 def _held_out(text: str) -> bool:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % HELD_OUT == 0
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % files.HELD_OUT == 0
 
 
 @cache

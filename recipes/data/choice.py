@@ -16,10 +16,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-StandIn = tuple[str, str]
-
-
-def choose(source: str, files: str | None, name: str, default: str, stand_in: StandIn | Callable[[], StandIn]) -> str:
+def choose(source: str, files: str | None, name: str, default: str, stand_in: tuple[str, str]) -> str:
     """Returns the source if it is named. "auto" takes local files if given, else the hub where it answers.
 
     Args:
@@ -27,7 +24,7 @@ def choose(source: str, files: str | None, name: str, default: str, stand_in: St
         files: folder with local files.
         name: data set on the hub, or a folder.
         default: the name where none is given: only it may be replaced.
-        stand_in: the source to take where neither is there, and what it is, for the log; or what finds that out.
+        stand_in: the source to take where neither is there, and what it is, for the log.
 
     Raises:
         RecipeError: the data set that was named is not there, and no other one is meant.
@@ -38,7 +35,7 @@ def choose(source: str, files: str | None, name: str, default: str, stand_in: St
         return "files"
     if hub_answers(name):
         return "hub"
-    local, title = stand_in() if callable(stand_in) else stand_in
+    local, title = stand_in
     if name != default:
         raise RecipeError(
             f"data.name={name} is no folder, and the hub does not answer for it.",

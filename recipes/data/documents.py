@@ -17,7 +17,6 @@ from recipes.data.store import Texts
 from recipes.errors import RecipeError
 
 Document = list[str]
-SPLITS = ("train", "validation")
 READERS = (".txt", ".jsonl", ".jsonl.gz", ".parquet", *wikipedia.DUMPS)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
@@ -39,7 +38,7 @@ def standard_library(folder: Path | None = None) -> Documents:
             if lines := [line.strip() for line in text.splitlines() if line.strip()]:
                 yield lines
 
-    splits = {split: partial(read, split) for split in ("train", "validation")}
+    splits = {split: partial(read, split) for split in files.SPLITS}
     return Documents(corpus.title, splits, corpus.fingerprint)
 
 
@@ -61,24 +60,21 @@ def local_files(folder: Path, documents: int | None = None) -> Documents:
             f"{folder} has no file ending in {', '.join(READERS)}, and no wiki_00 of WikiExtractor.",
             hint="Name the folder that has them.",
         )
-    train, valid = ([file for file in every if file.name.startswith(start)] for start in ("train", "valid"))
-    if valid and not train:
-        raise RecipeError(f"{folder} has no train*.", hint="Both splits are needed: train* and valid*, or neither.")
-    if valid:
-        splits: dict[str, Callable[[], Iterator[Document]]] = {
-            "train": partial(_documents, train, cut=False),
-            "validation": partial(_documents, valid, cut=False),
-        }
-    else:
+    named = files.by_split(folder, every)
 
-        def whole() -> Iterator[Document]:
-            return islice(_documents(every, cut=True), documents)
+    def whole() -> Iterator[Document]:
+        return islice(_documents(every, cut=True), documents)
 
-        splits = {split: partial(files.share, whole, validation=split == "validation") for split in SPLITS}
+    splits: dict[str, Callable[[], Iterator[Document]]] = {
+        split: partial(_documents, named[split], cut=False)
+        if named
+        else partial(files.share, whole, validation=split == "validation")
+        for split in files.SPLITS
+    }
     for split, read in splits.items():
         if next(read(), None) is None:
             raise RecipeError(f"The {split} split of {folder} is empty.", hint="Check the files' contents.")
-    limit = "" if valid or documents is None else f" {documents}"
+    limit = "" if named or documents is None else f" {documents}"
     return Documents(f"the files in {folder}", splits, f"{files.fingerprint(every)}{limit}")
 
 
@@ -131,7 +127,7 @@ def hub(name: str, configuration: str, documents: int | None) -> Documents:
         return filter(None, map(sentences_of, texts))
 
     fingerprint = hashlib.sha256(f"{name} {configuration} {documents}".encode()).hexdigest()
-    splits = {split: partial(read, split) for split in SPLITS}
+    splits = {split: partial(read, split) for split in files.SPLITS}
     return Documents(f"{name} ({configuration}) from the hub", splits, fingerprint)
 
 

@@ -18,6 +18,7 @@ from xml.etree.ElementTree import ParseError
 from recipes.errors import RecipeError
 
 HELD_OUT = 200  # one document or pair of so many is for validation where files do not say
+SPLITS = {"train": "train", "validation": "valid"}  # what names of their files begin with
 LARGE = 2**26  # bytes above which a file's time stands for its contents
 
 T = TypeVar("T")
@@ -46,6 +47,18 @@ def below(folder: Path, suffixes: Iterable[str]) -> list[Path]:
     """The files with one of these suffixes, at any depth; a file itself if it is one."""
     every = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
     return [path for path in every if path.name.endswith(tuple(suffixes))]
+
+
+def by_split(folder: Path, every: Iterable[Path]) -> dict[str, list[Path]]:
+    """Files that are named ``train*`` and ``valid*`` by their split; nothing where names do not say it.
+
+    Raises:
+        RecipeError: there are some for validation alone.
+    """
+    found = {split: [file for file in every if file.name.startswith(start)] for split, start in SPLITS.items()}
+    if found["validation"] and not found["train"]:
+        raise RecipeError(f"{folder} has no train*.", hint="Both splits are needed: train* and valid*, or neither.")
+    return found if found["validation"] else {}
 
 
 def fingerprint(files: Iterable[Path]) -> str:

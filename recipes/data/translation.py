@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from recipes.data import choice, files, parallel, vocabulary
+from recipes.data import catalogues, choice, files, parallel, vocabulary
 from recipes.data.loading import Draw, Order, draw_of
-from recipes.data.parallel import Parallel
-from recipes.data.parallel_files import Pair
+from recipes.data.parallel import Pair, Parallel
 from recipes.data.prepared import Prepared
 from recipes.data.store import Sequences, kept, write_sequences
 from recipes.data.vocabulary import Vocabulary
@@ -30,6 +29,7 @@ from recipes.errors import RecipeError
 log = logging.getLogger(__name__)
 
 NAME = "Helsinki-NLP/opus-100"
+STAND_IN = ("catalogues", "messages of this machine's programs and their translations")
 SPECIAL = {"pad": "<pad>", "bos": "<s>", "eos": "</s>"}
 FOR_VOCABULARY = 500_000  # pairs of every language that a new tokeniser is trained on
 AT_ONCE = 1000
@@ -130,11 +130,10 @@ def _padded(rows: Sequence[Tensor], pad: int) -> Tensor:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ParallelText(Prepared):
-    """OPUS-100, local files, this machine's message catalogues, or docstrings of Python's standard library.
+    """OPUS-100, local files, or this machine's message catalogues.
 
     Args:
-        source: "auto", "hub", "files", "catalogues" or "docstrings"; stand-ins are the catalogues where the machine has
-            enough of them, else the docstrings.
+        source: "auto", "hub", "files" or "catalogues".
         files: folder with files such as ``train.de-en.de`` and ``train.de-en.en``.
         pairs: pairs of languages such as "de-en", all to the same language; "*-en" are all that ``files`` has.
         temperature: of the sampling over languages.
@@ -142,7 +141,7 @@ class ParallelText(Prepared):
         length: longest source and target in tokens.
     """
 
-    source: Literal["auto", "hub", "files", "catalogues", "docstrings"] = "auto"
+    source: Literal["auto", "hub", "files", "catalogues"] = "auto"
     name: str = NAME
     pairs: tuple[str, ...] = ("de-en", "fr-en")
     temperature: float = 5.0
@@ -159,12 +158,11 @@ class ParallelText(Prepared):
 
     @override
     def prepare(self) -> Path:
-        source = choice.choose(self.source, self.files, self.name, NAME, lambda: parallel.stand_in(self.pairs))
+        source = choice.choose(self.source, self.files, self.name, NAME, STAND_IN)
         readers: dict[str, Callable[[], Parallel]] = {
             "hub": lambda: parallel.hub(self.name, self.pairs),
             "files": lambda: parallel.local_files(files.chosen(self.files, self.name), self.pairs),
-            "catalogues": lambda: parallel.messages(self.pairs),
-            "docstrings": parallel.docstrings,
+            "catalogues": lambda: catalogues.messages(self.pairs),
         }
         texts = readers[source]()
         folder = kept(Path(self.cache, "translation"), texts, tokenise, self.vocabulary, self.tokenizer)

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from PIL import Image
 
 from recipes.data import choice, documents, files, image_sources, parallel
 from recipes.data.images import decoded
-from recipes.data.parallel_files import Pair
+from recipes.data.parallel import Pair
 from recipes.errors import RecipeError
 
 TEXTS = [f"Rain fell on day {number}. Nobody came to town {number}." for number in range(5)]
@@ -59,45 +58,30 @@ def test_documents_without_text_are_told_with_their_file(tmp_path: Path) -> None
         documents.local_files(tmp_path)
 
 
-def write_pairs(folder: Path, kind: str) -> Path:
-    folder.mkdir()
-    german, english = ("\n".join(side) + "\n" for side in zip(*PAIRS, strict=True))
-    if kind == "moses":
-        (folder / "Books.de-en.de").write_text(german)
-        (folder / "Books.de-en.en").write_text(english)
-    elif kind == "opus":
-        with zipfile.ZipFile(folder / "de-en.txt.zip", "w") as archive:
-            archive.writestr("README", "from OPUS")
-            archive.writestr("Books.de-en.de", german)
-            archive.writestr("Books.de-en.en", english)
-    elif kind == "tsv":
-        (folder / "corpus.de-en.tsv").write_text("".join(f"{one}\t{other}\n" for one, other in PAIRS))
-    elif kind == "reversed tsv":
-        (folder / "corpus.en-de.tsv").write_text("".join(f"{other}\t{one}\n" for one, other in PAIRS))
-    else:
-        rows = [{"translation": {"de": one, "en": other}} for one, other in PAIRS]
-        rows[0] = rows[0]["translation"]  # type: ignore[assignment]
-        (folder / "de-en.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["moses", "opus", "tsv", "reversed tsv", "jsonl"])
-def test_pairs_come_in_every_format(tmp_path: Path, kind: str) -> None:
-    found = parallel.local_files(write_pairs(tmp_path / "pairs", kind), ["de-en"])
+@pytest.mark.parametrize("name", ["Books.de-en", "Books.en-de", "deep/er/de-en"])
+def test_pairs_are_two_files_at_any_depth(tmp_path: Path, name: str) -> None:
+    for language, texts in zip(("de", "en"), zip(*PAIRS, strict=True), strict=True):
+        file = tmp_path / f"{name}.{language}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(texts) + "\n")
+    (tmp_path / "Books.de-enx.de").write_text("not of this pair")
+    found = parallel.local_files(tmp_path, ["de-en"])
     assert list(found.splits["validation"]["de-en"]()) == [Pair(*PAIRS[0])]
     assert list(found.splits["train"]["de-en"]()) == [Pair(*pair) for pair in PAIRS[1:]]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("files", "words"),
     [
-        ("x.de-en.tsv", "one column\n", "Line 1 of .* has one column"),
-        ("de-en.jsonl", '{"fr": "x", "en": "y"}\n', "keys fr, en; de and en are needed"),
-        ("x.fr-en.tsv", "a\tb\n", r"no file .*train\.de-en\.de\.\nHint: .*archives of OPUS"),
+        ({}, r"no file .*train\.de-en\.de"),
+        ({"a.de-en.de": "x"}, r"no file .*a\.de-en\.en"),
+        ({"a.de-en.de": "x\ny", "a.de-en.en": "x"}, r"a\.de-en\.de and .*a\.de-en\.en have different numbers of lines"),
+        ({"valid.de-en.de": "x", "valid.de-en.en": "x"}, r"has no train\*"),
     ],
 )
-def test_pairs_that_cannot_be_read_are_told(tmp_path: Path, name: str, text: str, words: str) -> None:
-    (tmp_path / name).write_text(text)
+def test_pairs_that_cannot_be_read_are_told(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=words):
         list(parallel.local_files(tmp_path, ["de-en"]).splits["train"]["de-en"]())
 
