@@ -95,7 +95,7 @@ def _texts(file: Path) -> Iterator[str | None]:
         return wikipedia.articles(file)
     if wikipedia.EXTRACTED.fullmatch(file.name):
         return wikipedia.extracted(file)
-    return files.parquet_rows(file, "text") if file.suffix == ".parquet" else files.json_column(file, "text")
+    return files.parquet_texts(file) if file.suffix == ".parquet" else files.json_texts(file)
 
 
 def _paragraphs(file: Path) -> Iterator[Document]:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 from xml.etree.ElementTree import ParseError
 
 from recipes.errors import RecipeError
@@ -105,38 +105,26 @@ def lines(file: Path) -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def json_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """One object on every line."""
+def json_texts(file: Path) -> Iterator[str]:
+    """The "text" of the object on every line."""
     for number, line in enumerate(lines(file), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise RecipeError(f"Line {number} of {file} is no JSON: {error}.", hint="One object on a line.") from error
-        if not isinstance(row, dict):
-            raise RecipeError(f"Line {number} of {file} is no JSON object.", hint='Such as {"text": "…"}.')
-        yield row
+        if line.strip():
+            try:
+                yield json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                told = f"Line {number} of {file} is no JSON object with a text: {error!r}."
+                raise RecipeError(told, hint='One object on a line, such as {"text": "…"}.') from error
 
 
-def json_column(file: Path, column: str) -> Iterator[Any]:
-    """One value of every object."""
-    for row in json_rows(file):
-        if column not in row:
-            names = ", ".join(row)
-            raise RecipeError(f"An object in {file} has the keys {names}; {column} is needed.", hint="Rename the key.")
-        yield row[column]
-
-
-def parquet_rows(file: Path, column: str) -> Iterator[Any]:
-    """One column, read piece by piece."""
+def parquet_texts(file: Path) -> Iterator[str | None]:
+    """The column "text", read piece by piece."""
     from pyarrow.parquet import ParquetFile
 
     opened = ParquetFile(file)
-    if column not in opened.schema_arrow.names:
+    if "text" not in opened.schema_arrow.names:
         names = ", ".join(opened.schema_arrow.names)
-        raise RecipeError(f"{file} has the columns {names}; {column!r} is needed.", hint="Rename the column.")
-    for batch in opened.iter_batches(columns=[column]):
+        raise RecipeError(f"{file} has the columns {names}; 'text' is needed.", hint="Rename the column.")
+    for batch in opened.iter_batches(columns=["text"]):
         yield from batch.column(0).to_pylist()
 
 

@@ -78,7 +78,7 @@ def _divided(values: list[T]) -> dict[str, list[T]]:
 
 
 def local_folder(folder: Path) -> Images:
-    """Reads images in one subfolder per class, in shards as webdataset writes them, or in ImageNet's archives.
+    """Reads images in one subfolder per class, or in ImageNet's archives.
 
     Args:
         folder: has ``train`` and ``validation`` (or ``val``, ``valid``), or ImageNet's archives in the places of these,
@@ -104,7 +104,7 @@ def local_folder(folder: Path) -> Images:
         if not images:
             raise RecipeError(
                 f"{places[split]} has no images.",
-                hint=f"Put them into a subfolder for every class, as {', '.join(SUFFIXES)}, or into archives (*.tar).",
+                hint=f"Put them into a folder for every class, as {', '.join(SUFFIXES)}; or take ImageNet's archives.",
             )
     names = sorted({name for _, name in found["train"]}, key=_order)
     if unknown := sorted({name for _, name in found["validation"]} - set(names)):
@@ -145,9 +145,7 @@ def _images(place: Path, folder: Path) -> list[tuple[str, str]]:
     if place.is_file():
         flat = place.name == imagenet.ARCHIVES["validation"]
         return (
-            _classed({one.place: one.name for one in imagenet.members(place)}, folder)
-            if flat
-            else list(tar_images(place))
+            _classed({one.place: one.name for one in imagenet.members(place)}, folder) if flat else list(_packed(place))
         )
     if archives := sorted(place.glob("*.tar")):
         return [pair for archive in archives for pair in _images(archive, folder)]
@@ -165,27 +163,20 @@ def _classed(images: Mapping[str, str], folder: Path) -> list[tuple[str, str]]:
     return [(place, known[Path(name).stem]) for place, name in images.items()]
 
 
-def tar_images(archive: Path) -> Iterator[tuple[str, str]]:
+def _packed(archive: Path) -> Iterator[tuple[str, str]]:
     """The images of an archive, which stay in it: each by the archive's path and the place of its bytes.
 
     Args:
-        archive: bears the name of its class, such as ``n01440764.tar``, or has such archives; else it is a shard with
-            a file ``NAME.cls`` for each image, with its class.
+        archive: bears the name of its class, such as ``n01440764.tar``, or has such archives.
     """
-    members = list(imagenet.members(archive))
-    told = {one.name.removesuffix(".cls"): one for one in members if one.name.endswith(".cls")}
-    for one in members:
-        stem = one.name.rpartition(".")[0]
-        if not _is_image(one.name):
-            continue
-        if imagenet.SYNSET.fullmatch(one.archive):
-            yield one.place, one.archive
-        elif stem in told:
-            yield one.place, imagenet.content(told[stem].place).decode().strip()
-        else:
+    for one in imagenet.members(archive):
+        if not imagenet.SYNSET.fullmatch(one.archive):
             raise RecipeError(
-                f"{archive} has {one.name}, and no {stem}.cls.", hint="Every image needs its class there."
+                f"{archive} has {one.name} in {one.archive}.tar, which is no class of ImageNet.",
+                hint="Unpack other archives: images belong into one subfolder for every class.",
             )
+        if _is_image(one.name):
+            yield one.place, one.archive
 
 
 def _is_image(name: str) -> bool:

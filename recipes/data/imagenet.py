@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import re
 import tarfile
@@ -16,7 +15,7 @@ from recipes.errors import RecipeError
 SYNSET = re.compile(r"n\d{8}")  # the classes' names
 ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "validation": "ILSVRC2012_img_val.tar"}
 DEVKIT = "ILSVRC2012_devkit_t12"
-TRUTH, MEANINGS, KAGGLE = "ILSVRC2012_validation_ground_truth.txt", "meta.mat", "LOC_val_solution.csv"
+TRUTH, MEANINGS = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 WITHIN = "::"  # between the path of an archive and the place of a file in it
 END = bytes(tarfile.BLOCKSIZE)  # what a complete archive has behind its last file
 
@@ -66,56 +65,34 @@ def validation_classes(folder: Path) -> dict[str, str]:
     """The class of every validation image, by the image's name without its suffix.
 
     Args:
-        folder: has the devkit, as an archive or unpacked, the ground truth and ``meta.mat`` out of it, or the table
-            ``LOC_val_solution.csv`` of Kaggle; they may stand beside the images too.
+        folder: has the devkit, as an archive or unpacked: a number for every image, and what the numbers mean.
 
     Raises:
-        RecipeError: there is none of them.
+        RecipeError: there is none, or it is broken.
     """
-    read = _kaggle if (truth := _found(folder, KAGGLE)) else _devkit
-    truth = truth or _found(folder, TRUTH)
-    if truth is None:
-        raise RecipeError(
-            f"{folder} has images without classes, and no {DEVKIT}.tar.gz or {KAGGLE} that has those of ImageNet.",
-            hint="Put one of these there; other images belong into one subfolder for every class.",
-        )
-    try:
-        with files.reading(truth[0]):
-            return read(truth[1], folder)
-    except (ValueError, KeyError, IndexError) as error:
-        raise RecipeError(f"{truth[0]} has no classes of ImageNet: {error}.", hint="Download it again.") from error
-
-
-def _kaggle(table: bytes, folder: Path) -> dict[str, str]:
-    rows = csv.DictReader(table.decode().splitlines())
-    return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
-
-
-def _devkit(truth: bytes, folder: Path) -> dict[str, str]:
-    """A number for every image, and what the numbers mean."""
     from scipy.io import loadmat
 
-    found = _found(folder, MEANINGS)
-    if found is None:
-        raise RecipeError(f"{folder} has {TRUTH} and no {MEANINGS}.", hint=f"{DEVKIT}.tar.gz has both.")
-    table = loadmat(io.BytesIO(found[1]), squeeze_me=True)["synsets"]
-    names = dict(zip(map(int, table["ILSVRC2012_ID"]), map(str, table["WNID"]), strict=True))
-    numbers = map(int, truth.decode().split())
-    return {f"ILSVRC2012_val_{image:08}": names[number] for image, number in enumerate(numbers, 1)}
+    kit = next((place for place in (folder / DEVKIT, folder / f"{DEVKIT}.tar.gz") if place.exists()), None)
+    if kit is None:
+        raise RecipeError(
+            f"{folder} has images without classes, and no {DEVKIT}.tar.gz that has those of ImageNet.",
+            hint="Put it there; other images belong into one subfolder for every class.",
+        )
+    try:
+        with files.reading(kit):
+            found = _devkit(kit)
+            table = loadmat(io.BytesIO(found[MEANINGS]), squeeze_me=True)["synsets"]
+            names = dict(zip(map(int, table["ILSVRC2012_ID"]), map(str, table["WNID"]), strict=True))
+            numbers = map(int, found[TRUTH].decode().split())
+            return {f"ILSVRC2012_val_{image:08}": names[number] for image, number in enumerate(numbers, 1)}
+    except (ValueError, KeyError, IndexError) as error:
+        raise RecipeError(f"{kit} has no classes of ImageNet: {error}.", hint="Download it again.") from error
 
 
-def _found(folder: Path, name: str) -> tuple[Path, bytes] | None:
-    """A file of the devkit or beside the images, with what it is in and what it holds."""
-    for place in (folder, folder / DEVKIT / "data", *sorted(folder.glob("val*/"))):
-        if (place / name).is_file():
-            return place / name, (place / name).read_bytes()
-    kit = folder / f"{DEVKIT}.tar.gz"
-    if not kit.is_file():
-        return None
-    with files.reading(kit), tarfile.open(kit) as archive:
-        for one in archive:
-            if one.isfile() and Path(one.name).name == name:
-                content = archive.extractfile(one)
-                assert content is not None
-                return kit, content.read()
-    return None
+def _devkit(kit: Path) -> dict[str, bytes]:
+    """The two files of the devkit that matter, as far as they are there."""
+    if kit.is_dir():
+        return {file.name: file.read_bytes() for file in (kit / "data").iterdir() if file.name in (TRUTH, MEANINGS)}
+    with tarfile.open(kit) as archive:
+        read = {Path(one.name).name: archive.extractfile(one) for one in archive if one.isfile()}
+        return {name: file.read() for name, file in read.items() if file is not None and name in (TRUTH, MEANINGS)}

@@ -88,7 +88,7 @@ class ImageFolder(ResumableData):
         source: "auto", "hub", "files" or "digits"; "auto" takes ``files`` where they are given, else the hub where it
             answers, else the digits.
         files: folder with subfolders ``train`` and ``validation``, each with one subfolder for every class; or with
-            archives, as ImageNet or webdataset has them.
+            archives, as ImageNet has them.
         name: data set on the hub.
         image_size: side of the images in pixels: the papers use 224 to 480.
         crop_area: smallest and largest share of a training image that is cut out and enlarged.

@@ -77,7 +77,7 @@ def extracted(file: Path) -> Iterator[str]:
             option ``--json`` an object on every line.
     """
     if next(files.lines(file), "").startswith("{"):
-        yield from files.json_column(file, "text")
+        yield from files.json_texts(file)
         return
     title: str | None = None
     text: list[str] = []

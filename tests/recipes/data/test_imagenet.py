@@ -68,11 +68,6 @@ KIT = tar(devkit(), "w:gz")
 TRUTH, META = devkit()
 
 
-def kaggle() -> bytes:
-    rows = [f"ILSVRC2012_val_{n:08},{CLASSES[label]} 85 1 499 272 \n" for n, label in enumerate(VALIDATION, 1)]
-    return ("ImageId,PredictionString\n" + "".join(reversed(rows))).encode()
-
-
 def write(folder: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -95,17 +90,13 @@ def layout(kind: str) -> dict[str, bytes]:
         for label, name in enumerate(CLASSES)
         for file, content in train_images(label).items()
     }
-    truth, meta = devkit().items()
     return {
         "archives": archives(),
         "archives of classes": {f"train/{name}.tar": tar(train_images(n)) for n, name in enumerate(CLASSES)}
         | flat
         | devkit(),
         "flat, beside the archive of the devkit": unpacked | flat | {"ILSVRC2012_devkit_t12.tar.gz": KIT},
-        "flat, with the ground truth inside": unpacked
-        | flat
-        | {"val/ILSVRC2012_validation_ground_truth.txt": truth[1], "meta.mat": meta[1]},
-        "flat, as Kaggle has it": unpacked | flat | {"LOC_val_solution.csv": kaggle()},
+        "flat, beside the devkit": unpacked | flat | devkit(),
     }[kind]
 
 
@@ -113,8 +104,7 @@ KINDS = [
     "archives",
     "archives of classes",
     "flat, beside the archive of the devkit",
-    "flat, with the ground truth inside",
-    "flat, as Kaggle has it",
+    "flat, beside the devkit",
 ]
 
 
@@ -134,26 +124,21 @@ def test_imagenet_is_read_as_it_is_distributed(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize("packed", [True, False])
 def test_validation_images_may_stand_alone(tmp_path: Path, packed: bool) -> None:
     images = {"ILSVRC2012_img_val.tar": tar(validation_images())} if packed else validation_images()
-    found = image_sources.local_folder(write(tmp_path, {**images, "LOC_val_solution.csv": kaggle()}))
+    found = image_sources.local_folder(write(tmp_path, images | devkit()))
     assert (len(found.splits["train"]), len(found.splits["validation"])) == (4, 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ILSVRC2012_devkit_t12.tar.gz": None}, "images without classes, and no ILSVRC2012_devkit_t12.tar.gz or LOC"),
+        ({"ILSVRC2012_devkit_t12.tar.gz": None}, "images without classes, and no ILSVRC2012_devkit_t12.tar.gz that"),
         ({"ILSVRC2012_devkit_t12.tar.gz": KIT[:-30]}, "ends too early"),
         ({"ILSVRC2012_devkit_t12.tar.gz": b"<html>"}, "devkit_t12.tar.gz ends too early or is broken"),
-        ({"ILSVRC2012_devkit_t12.tar.gz": None, TRUTH: devkit()[TRUTH]}, r"truth\.txt and no meta\.mat"),
+        ({"ILSVRC2012_devkit_t12.tar.gz": None, TRUTH: devkit()[TRUTH]}, "t12 has no classes of ImageNet: 'meta.mat'"),
         ({"ILSVRC2012_devkit_t12.tar.gz": None, TRUTH: b"12\n12\n12\n7\n", META: devkit()[META]}, "no classes .*: 7"),
-        ({TRUTH: b"12\xe9\n", META: devkit()[META]}, r"ground_truth\.txt is not in UTF-8"),
+        ({TRUTH: b"12\xe9\n", META: devkit()[META]}, "t12 is not in UTF-8"),
         ({TRUTH: b"12\n12\n12\n", META: devkit()[META]}, r"no class of .*img_val\.tar"),
         ({TRUTH: devkit()[TRUTH], META: b"no matrix" * 99}, r"has no classes of ImageNet"),
-        (
-            {"LOC_val_solution.csv": b"ImageId,PredictionString\n\xe9,n\n"},
-            r"solution\.csv is not in UTF-8",
-        ),
-        ({"LOC_val_solution.csv": b"a,b\n1,2\n"}, "has no classes of ImageNet: 'ImageId'"),
         ({"ILSVRC2012_img_val.tar": None}, r"no subfolder validation .* and no ILSVRC2012_img_val\.tar"),
         ({"ILSVRC2012_img_val.tar": tar(validation_images(), "w:gz")}, r"img_val\.tar ends too early or is broken"),
     ],

@@ -117,7 +117,7 @@ def test_a_dump_is_read_as_a_stream(tmp_path: Path) -> None:
             "wiki_00 ends within the article 'Rain'",
         ),
         ("wiki_00", b'<doc id="1" title="Caf\xe9">\nCaf\xe9\n</doc>\n', "wiki_00 is not in UTF-8"),
-        ("wiki_00", b'{"id": "1", "title": "Rain"}\n', "An object in .*wiki_00 has the keys id, title; text is needed"),
+        ("wiki_00", b'{"id": "1", "title": "Rain"}\n', "Line 1 of .*wiki_00 is no JSON object with a text"),
         ("wiki_00.bz2", bz2.compress(b'<doc id="1" title="x">\n' * 9)[:-9], "wiki_00.bz2 ends too early or is broken"),
     ],
 )
