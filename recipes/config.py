@@ -38,7 +38,6 @@ class Extras:
 
     print_config: bool = False
     ignore_warnings: bool = False
-    samples: bool = True
 
 
 @dataclass

@@ -31,8 +31,7 @@ def evaluate(folder: Path, which: str = "best", overrides: Sequence[str] = ()) -
         overrides: changes of its configuration, such as ``trainer.limit_val_batches=10`` or ``pipe=1f1b``.
 
     Returns:
-        the metrics, which are also left in the folder as ``evaluation.json``, beside samples of what the
-        model predicts.
+        the metrics, which are also left in the folder as ``evaluation.json``.
     """
     settings = stored(folder, overrides)
     checkpoint = checkpoints.in_run(folder, which)
@@ -40,7 +39,7 @@ def evaluate(folder: Path, which: str = "best", overrides: Sequence[str] = ()) -
     import lightning as L
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    from recipes import job, samples
+    from recipes import job
 
     command_line.tidy()
     warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided.*")
@@ -52,8 +51,6 @@ def evaluate(folder: Path, which: str = "best", overrides: Sequence[str] = ()) -
         metrics = dict(trainer.validate(module, datamodule=data, ckpt_path=str(checkpoint), verbose=False)[0])
         if is_overridden("test_step", module):
             metrics |= trainer.test(module, datamodule=data, ckpt_path=str(checkpoint), verbose=False)[0]
-        if settings.extras.samples:
-            samples.write(trainer, module, data, folder)
     if trainer.is_global_zero:
         result = {"checkpoint": str(checkpoint), "metrics": metrics}
         (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")

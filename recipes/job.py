@@ -1,4 +1,4 @@
-"""One training run: validate, fit, validate again, test, leave samples, report."""
+"""One training run: validate, fit, validate again, test, report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_pipe import deferred_init
 from lightning_pipe.callbacks import PipelineTimeline
 from lightning_pipe.partition import find_layers
-from recipes import checkpoints, facts, samples
+from recipes import checkpoints, facts
 from recipes.callbacks import Throughput
 from recipes.errors import RecipeError
 from recipes.modules.trained import Trained
@@ -63,8 +63,6 @@ def run(config: DictConfig) -> Report:
     after = {name: float(trainer.callback_metrics[name]) for name in before if name in trainer.callback_metrics}
     if tested:
         after |= trainer.test(module, datamodule=data, verbose=False)[0]
-    if config.extras.samples:
-        samples.write(trainer, module, data, Path(config.paths.output))
     report = Report(
         recipe=config.recipe,
         output=config.paths.output,

@@ -64,8 +64,6 @@ class Report:
             "timeline.png": "who computed what when in one batch, as measured",
             "curve.png": "losses and validation metrics by step",
             "metrics.csv": "the same as numbers",
-            "samples.txt": "what the model makes of a few samples of the validation split",
-            "samples.png": "what the model makes of a few samples of the validation split",
             "config.yaml": "the whole configuration of this run",
             "train.log": "the log, with the plan",
             "summary.json": "these results, and the commit of the code",

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import lightning as L
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from recipes.errors import RecipeError
-from recipes.samples import SHOWN
 
 
 class Draw(NamedTuple):
@@ -157,22 +156,11 @@ class ResumableData(L.LightningDataModule):
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:
-        return self._in_order(self.split("validation"), self.batch_size, self.workers)
-
-    @override
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """One batch of a few samples from all over the validation split."""
-        whole = self.split("validation")
-        count = len(whole)  # type: ignore[arg-type]
-        some = Subset(whole, range(0, count, max(1, count // SHOWN))[:SHOWN])
-        return self._in_order(some, SHOWN)
-
-    def _in_order(self, dataset: Dataset[Any], batch_size: int, workers: int = 0) -> DataLoader[Any]:
         return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            num_workers=workers,
-            persistent_workers=workers > 0,
+            self.split("validation"),
+            batch_size=self.batch_size,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
             collate_fn=self.collate,
         )
 

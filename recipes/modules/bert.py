@@ -11,10 +11,8 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 from typing_extensions import override
 
 from recipes.data.segment_pairs import IGNORED
-from recipes.data.vocabulary import Vocabulary
 from recipes.models import bert
 from recipes.modules.trained import Trained
-from recipes.samples import Shown
 
 
 class BERT(Trained, network=bert):
@@ -51,26 +49,6 @@ class BERT(Trained, network=bert):
         each = F.cross_entropy(tokens.transpose(1, 2), batch["labels"], ignore_index=IGNORED, reduction="none")
         masked = (each.sum(1) / (batch["labels"] != IGNORED).sum(1)).mean()
         return masked, F.cross_entropy(following, batch["next_sentence_label"]), tokens, following
-
-    @override
-    def predicted(self, batch: dict[str, Tensor]) -> Tensor:
-        likeliest: Tensor = self.losses(batch)[2].argmax(-1)
-        return likeliest
-
-    @override
-    def shown(self, samples: dict[str, Tensor], words: Vocabulary | None) -> Shown:
-        assert words is not None
-        texts = []
-        for seen, true, ours in zip(samples["input_ids"], samples["labels"], samples["predicted"], strict=True):
-            hidden = true != IGNORED
-            pairs = zip(ours[hidden].tolist(), true[hidden].tolist(), strict=True)
-            told = [f"{words.decode([token])!r} for {words.decode([label])!r}" for token, label in pairs]
-            whole = torch.where(hidden, true, seen)
-            ends = (whole == words.special["sep"]).nonzero().flatten().tolist()
-            segments = (whole[start:end].tolist() for start, end in zip([0, *ends], ends, strict=False))
-            lines = [" ".join(words.decode(segment).split()) for segment in segments]
-            texts.append("\n".join([*lines, f"  predicted: {', '.join(told)}"]))
-        return texts
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

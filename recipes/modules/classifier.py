@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from recipes.data.vocabulary import Vocabulary
 from recipes.modules.trained import Trained
-from recipes.samples import Shown, images
 
 
 class Classifier(Trained):
@@ -32,18 +30,6 @@ class Classifier(Trained):
     def smoothed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss that is trained with."""
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-
-    @override
-    def predicted(self, batch: dict[str, Tensor]) -> Tensor:
-        likeliest: Tensor = self.model(batch["image"]).argmax(1)
-        return likeliest
-
-    @override
-    def shown(self, samples: dict[str, Tensor], words: Vocabulary | None) -> Shown:
-        both = zip(samples["predicted"].tolist(), samples["label"].tolist(), strict=True)
-        return images(
-            {"": samples["image"]}, [f"{ours}" if ours == true else f"{ours}, is {true}" for ours, true in both]
-        )
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -29,11 +29,6 @@ class TransformerLM(LanguageModel, network=GPipeTransformer):
         self.example_input_array = torch.zeros(1, positions, dtype=torch.long)
 
     @override
-    def logits(self, tokens: Tensor) -> Tensor:
-        output: Tensor = self.model(tokens)
-        return output
-
-    @override
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.logits(batch["input_ids"])
+        logits = self.model(batch["input_ids"])
         return F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:])

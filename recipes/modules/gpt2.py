@@ -25,11 +25,6 @@ class GPT2(LanguageModel, network=gpt2):
         self.model = gpt2(**network)
 
     @override
-    def logits(self, tokens: Tensor) -> Tensor:
-        output: Tensor = self.model(input_ids=tokens).logits
-        return output
-
-    @override
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = self.model(**batch).loss
         return loss

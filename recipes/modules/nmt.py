@@ -13,7 +13,6 @@ from typing_extensions import override
 from recipes.data.vocabulary import Vocabulary
 from recipes.models import NMTTransformer
 from recipes.modules.trained import Trained
-from recipes.samples import Shown
 
 PAD = 0
 
@@ -76,27 +75,13 @@ class Translator(Trained, network=NMTTransformer):
 
     @override
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        translated = self.predicted(batch)
-        ours, theirs = (_texts(rows, self._words) for rows in (translated, batch["labels"]))
+        words: Vocabulary = self.trainer.datamodule.words  # type: ignore[attr-defined]
+        begin, end = (words.special[role] for role in ("bos", "eos"))
+        longest = min(self.positions, batch["labels"].shape[1] + 10)
+        translated = self.translate(batch["source"], batch["mask"], begin, end, longest)
+        ours, theirs = (_texts(rows, words) for rows in (translated, batch["labels"]))
         self.test_bleu.update(ours, [[reference] for reference in theirs])
         self.log("test_bleu", self.test_bleu, batch_size=len(translated))
-
-    @override
-    def predicted(self, batch: dict[str, Tensor]) -> Tensor:
-        begin, end = (self._words.special[role] for role in ("bos", "eos"))
-        longest = min(self.positions, batch["labels"].shape[1] + 10)
-        return self.translate(batch["source"], batch["mask"], begin, end, longest)
-
-    @override
-    def shown(self, samples: dict[str, Tensor], words: Vocabulary | None) -> Shown:
-        assert words is not None
-        rows = zip(*(_texts(samples[name], words) for name in ("source", "predicted", "labels")), strict=True)
-        return [f"{source}\n  translated: {ours}\n  reference:  {theirs}" for source, ours, theirs in rows]
-
-    @property
-    def _words(self) -> Vocabulary:
-        words: Vocabulary = self.trainer.datamodule.words  # type: ignore[attr-defined]
-        return words
 
     @torch.no_grad()
     def translate(self, source: Tensor, mask: Tensor, begin: int, end: int, longest: int) -> Tensor:

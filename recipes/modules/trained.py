@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from recipes.data.vocabulary import Vocabulary
 from recipes.errors import RecipeError
 from recipes.optimizers import MakeOptimizer, MakeScheduler, decay_groups
-from recipes.samples import Shown
 
 printed = logging.getLogger("recipes.printed")  # goes into the log file only
 
@@ -83,28 +81,6 @@ class Trained(L.LightningModule):
             )
         # where the other run was in its own data
         checkpoint.pop(type(self.trainer.datamodule).__qualname__, None)  # type: ignore[attr-defined]
-
-    @override
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """The samples, and what the model makes of them as ``predicted``."""
-        return {**batch, "predicted": self.predicted(batch)}
-
-    def predicted(self, batch: dict[str, Tensor]) -> Tensor:
-        """What the model makes of samples: an entry for each.
-
-        Args:
-            batch: of the validation split.
-        """
-        raise NotImplementedError
-
-    def shown(self, samples: dict[str, Tensor], words: Vocabulary | None) -> Shown:
-        """Samples and predictions for people: a text for each sample, or one picture.
-
-        Args:
-            samples: what `predict_step` has returned.
-            words: the tokeniser, where the samples are texts.
-        """
-        raise NotImplementedError
 
     @override
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -10,10 +10,8 @@ from torch import Tensor
 from torchmetrics.image import PeakSignalNoiseRatio
 from typing_extensions import override
 
-from recipes.data.vocabulary import Vocabulary
 from recipes.models import UNet
 from recipes.modules.trained import Trained
-from recipes.samples import Shown, images
 
 
 class Denoiser(Trained, network=UNet, given=("inputs", "outputs")):
@@ -33,16 +31,6 @@ class Denoiser(Trained, network=UNet, given=("inputs", "outputs")):
         self.model = UNet(inputs=3, outputs=1, **network)
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.val_psnr = PeakSignalNoiseRatio(data_range=2.0)  # decibels, for values from -1 to 1
-
-    @override
-    def predicted(self, batch: dict[str, Tensor]) -> Tensor:
-        restored: Tensor = self.model(batch["noisy"])
-        return restored
-
-    @override
-    def shown(self, samples: dict[str, Tensor], words: Vocabulary | None) -> Shown:
-        true = brightness(samples["image"])
-        return images({"given": samples["noisy"], "restored": samples["predicted"], "true": true})
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -24,7 +24,7 @@ from recipes.modules.bert import BERT
 from recipes.modules.gpipe_transformer import TransformerLM
 from recipes.modules.nmt import Translator
 from recipes.modules.unet import Denoiser
-from tests.recipes.data.test_translation import ENGLISH, NUMBERS, data_module
+from tests.recipes.data.test_translation import data_module
 
 
 def halves(batch: dict[str, Tensor], first: int) -> list[dict[str, Tensor]]:
@@ -253,8 +253,3 @@ def test_it_learns_to_translate_and_bleu_tells(tmp_path: Path) -> None:
     assert module.translate(torch.tensor([[0]]), torch.tensor([[True]]), 1, 2, 4).shape[1] <= 4
     result = trainer.test(module, data, verbose=False)[0]
     assert 0 <= result["test_bleu"] <= 1
-    shown = module.shown(trainer.predict(module, data)[0], data.words)  # type: ignore[index]
-    source, translated, reference = shown[0].splitlines()  # type: ignore[index]
-    assert set(source.split()) <= {*NUMBERS["de"], *NUMBERS["fr"]}
-    assert translated.startswith("  translated: ")
-    assert set(reference.removeprefix("  reference:  ").split()) <= set(ENGLISH)

@@ -68,7 +68,6 @@ def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
         "config.yaml",
         "train.log",
         "timeline.png",
-        "samples.txt",
     ):
         assert (output / name).stat().st_size > 0, name
         assert name in done.stdout
