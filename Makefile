@@ -17,7 +17,7 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python;
 BIN := .venv/bin
 # One thread per process: several processes share the cores, here as in training.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
-EXTRAS := $(addprefix tests/recipes/test_,extras.py facts.py config.py docs.py) tests/trainer/test_service_loggers.py
+EXTRAS := $(addprefix tests/recipes/test_,extras.py config.py docs.py) tests/trainer/test_service_loggers.py
 # Modules in the order of their names: by number of tests, as otherwise, the few long tests come last, on one worker.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 

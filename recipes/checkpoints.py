@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from recipes.errors import RecipeError
 
@@ -49,37 +46,6 @@ def to_resume(which: str | None, output: Path) -> str | None:
             f"There is no earlier run with a checkpoint beside {output}.", hint="Name its file: ckpt_path=PATH."
         )
     return str(in_run(max(runs, key=lambda run: _written(_saved(run)[-1])), which))
-
-
-CARRIED = ("model", "data", "optim", "scheduler", "seed")
-UNIMPORTANT = ("data.cache", "data.workers")
-
-
-def differences(checkpoint: str | None, config: DictConfig) -> list[str]:
-    """In what the run that has written a checkpoint was configured otherwise.
-
-    Args:
-        checkpoint: its path; ``None``: there is none.
-        config: of the run that goes on from it.
-
-    Returns:
-        for each key that differs what it was and what it is.
-    """
-    stored = Path(checkpoint).parent.parent / "config.yaml" if checkpoint else None
-    if stored is None or not stored.exists():
-        return []
-    was, now = (_flat(OmegaConf.to_container(one, resolve=True)) for one in (OmegaConf.load(stored), config))
-    return [
-        f"{key}={was.get(key)} then, {key}={now.get(key)} now"
-        for key in sorted(was.keys() | now.keys())
-        if key.split(".")[0] in CARRIED and key not in UNIMPORTANT and was.get(key) != now.get(key)
-    ]
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {path: value}
-    return {key: one for name, inner in value.items() for key, one in _flat(inner, f"{path}.{name}".strip(".")).items()}
 
 
 def _saved(run: Path) -> list[Path]:

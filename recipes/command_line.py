@@ -13,7 +13,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, OverrideParseException
 
@@ -88,7 +87,7 @@ def threads(number: int | None) -> Iterator[None]:
 
 
 def run(command: Callable[[], None], *words: str) -> None:
-    """Runs a command of Hydra's with `arguments` and what is in ``.env``; a mistake of the user's ends with a sentence.
+    """Runs a command of Hydra's with `arguments`; a mistake of the user's ends with a sentence.
 
     Args:
         command: what `hydra.main` has made.
@@ -98,30 +97,11 @@ def run(command: Callable[[], None], *words: str) -> None:
     config.register()
     try:
         sys.argv[1:] = [*words, *arguments(sys.argv[1:])]
-        load_environment()
         command()
     except (ConfigCompositionException, OverrideParseException) as error:
         sys.exit(str(config.explain(error)))
     except RecipeError as error:
         sys.exit(str(error))
-
-
-def load_environment() -> None:
-    """Sets the variables in ``.env`` (of the working folder or of the repository) that are not set yet.
-
-    Raises:
-        RecipeError: there is such a file, and python-dotenv, which reads it, is not installed.
-    """
-    file = next((folder / ".env" for folder in (Path.cwd(), CONF.parent) if (folder / ".env").is_file()), None)
-    if file is None:
-        return
-    try:
-        from dotenv import load_dotenv
-    except ModuleNotFoundError:
-        raise RecipeError(
-            f"python-dotenv reads {file}, and is not installed.", hint="pip install python-dotenv"
-        ) from None
-    load_dotenv(file)
 
 
 def tidy() -> None:

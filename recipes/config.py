@@ -33,14 +33,6 @@ class Paths:
 
 
 @dataclass
-class Extras:
-    """What a run does beside training."""
-
-    print_config: bool = False
-    ignore_warnings: bool = False
-
-
-@dataclass
 class Train:
     """The whole configuration of `python -m recipes.train`."""
 
@@ -67,7 +59,6 @@ class Train:
     trainer: Any = MISSING
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
-    extras: Extras = field(default_factory=Extras)
 
 
 def register() -> None:

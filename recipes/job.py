@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from hydra.utils import instantiate
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_pipe import deferred_init
 from lightning_pipe.callbacks import PipelineTimeline
 from lightning_pipe.partition import find_layers
-from recipes import checkpoints, facts
+from recipes import checkpoints
 from recipes.callbacks import Throughput
 from recipes.errors import RecipeError
 from recipes.modules.trained import Trained
@@ -36,8 +36,6 @@ def run(config: DictConfig) -> Report:
         config: a checked configuration.
     """
     started = time.perf_counter()
-    if config.extras.ignore_warnings:
-        warnings.simplefilter("ignore")
     checkpoint = checkpoints.to_resume(config.ckpt_path, Path(config.paths.output))
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = make_data(config)
@@ -50,9 +48,12 @@ def run(config: DictConfig) -> Report:
     callbacks = make_callbacks(config)
     trainer = make_trainer(config, callbacks)
     if trainer.is_global_zero:
-        for difference in checkpoints.differences(None if config.transfer else checkpoint, config):
-            log.warning("The checkpoint's run had another configuration: %s.", difference)
-        facts.tell(config, module, trainer)
+        told = {
+            "config": OmegaConf.to_container(config, resolve=True),  # a group of its own: modules log arguments, too
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        }
+        for logger in trainer.loggers:
+            logger.log_hyperparams(told)
         Path(config.paths.output, "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
 
     tested = config.test and is_overridden("test_step", module)
@@ -105,7 +106,8 @@ def make_module(config: DictConfig) -> Trained:
     module.make_optimizer = instantiate(config.optim, _convert_="all")
     module.make_scheduler = instantiate(config.scheduler, _convert_="all")
     if config.compile is not None:
-        for _, layer in find_layers(module, facts.plain(config.layers)):
+        given: Any = OmegaConf.to_container(config, resolve=True)
+        for _, layer in find_layers(module, given["layers"]):
             layer.compile(backend=config.compile)
     return module
 

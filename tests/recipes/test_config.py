@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -222,3 +223,21 @@ def test_a_typing_error_in_a_file_is_explained(composed: Compose, tmp_path: Path
     with pytest.raises(ConfigCompositionException) as caught:
         composed("experiment=mine", f"hydra.searchpath=[file://{tmp_path}]")
     assert "Did you mean model.width?" in str(config.explain(caught.value))
+
+
+@pytest.mark.parametrize("name", names("debug"))
+def test_every_debug_run_has_a_folder_that_no_other_run_looks_into(name: str) -> None:
+    config.register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        made = compose("train", ["experiment=gpt2_wikitext2", f"debug={name}"], return_hydra_config=True)
+    folder = OmegaConf.to_container(made.hydra.run, resolve=False)["dir"]
+    assert folder.startswith("outputs/debug/${recipe}/")
+
+
+def test_settings_of_one_machine_are_added(tmp_path: Path) -> None:
+    config.register()
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\npaths:\n  data: /mine\n")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        made = compose("train", ["experiment=gpt2_wikitext2", f"hydra.searchpath=[file://{tmp_path}]"])
+    assert made.paths.data == "/mine"
