@@ -129,6 +129,35 @@ def torchgpipe_unet(tolerance: str) -> Result:
     return Result.of(rows)
 
 
+def recomputation(tolerance: str) -> Result:
+    """The pipelines of torchgpipe on one device: two micro-batches, of which the first is recomputed.
+
+    Args:
+        tolerance: of the speed over that without a pipeline.
+    """
+    rows = []
+    for model in ("ResNet-101", "U-Net"):
+        printed = published("torchgpipe", f"{model} speed")["pipelines"][0][2]
+        note = "3 / 3.5 units of work: forward pass 1, backward pass 2, for half of the samples the forward pass again"
+        what = f"{model}: speed of pipeline-1 over the baseline, counted"
+        rows.append(Row(what, printed, 3 / 3.5, tolerance, note=note))
+    return Result.of(rows)
+
+
+def breakdown(tolerance: str) -> Result:
+    """GPipe's step time by its parts: what counting says of the repeated forward passes; the rest is the machine's.
+
+    Args:
+        tolerance: of the ratio.
+    """
+    printed = dict(published("gpipe", "NeurIPS Table 4"))
+    ratio = round(printed.pop("recompute") / printed.pop("computation"), 3)
+    note = "one forward pass more for a forward pass and a backward pass of two"
+    reason = "a share of the time of the authors' TPUs; the numbers of stages' layers and micro-batches are not printed"
+    shares = [Row(f"share of {part}", share, None, unit="%", note=reason) for part, share in printed.items()]
+    return Result.of([Row("recomputation over computation", ratio, 1 / 3, tolerance, note=note), *shares])
+
+
 def _amoebanet(model: str) -> int:
     layers, filters = map(int, model.split(","))
     return parameters(lambda: AmoebaNet("d", layers, filters))
