@@ -27,9 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.name == "list":
             print(listing())
             return
-        chosen = experiments.names() if given.name == "all" else [given.name]
+        outcomes: list[Outcome] = []
         start = time.monotonic()
-        outcomes = [outcome(name, given.overrides) for name in chosen]
+        for name in experiments.names() if given.name == "all" else [given.name]:
+            experiment = experiments.load(name, given.overrides)
+            print(f"{name} …", file=sys.stderr, flush=True)
+            outcomes.append((experiment, experiment.reproduce()))
     except RecipeError as error:
         sys.exit(str(error))
     print(text(outcomes))
@@ -49,30 +52,14 @@ def listing() -> str:
     )
 
 
-def outcome(name: str, overrides: Sequence[str] = ()) -> Outcome:
-    """Runs an experiment.
-
-    Args:
-        name: of the experiment.
-        overrides: of its file.
-    """
-    experiment = experiments.load(name, overrides)
-    print(f"{name} …", file=sys.stderr, flush=True)
-    return Outcome(experiment, experiment.reproduce())
-
-
 def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:
     """Writes the page and the JSON, and says where they are."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(as_json(outcomes), encoding="utf-8")
     path = folder / f"{name}.html"
-    path.write_text(page(outcomes, about()), encoding="utf-8")
+    about = f"{machine()}. Simulated and counted values do not depend on the machine."
+    path.write_text(page(outcomes, about), encoding="utf-8")
     return f"page {path}, data {folder / f'{name}.json'}"
-
-
-def about() -> str:
-    """Machine, date and versions, and what depends on them."""
-    return f"{machine()}. Simulated and counted values do not depend on the machine."
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from string import Template
 
@@ -24,27 +24,19 @@ MEANINGS = {
 PAGE = Path(__file__).with_name("page.html")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """An experiment with what came of it.
+Outcome = tuple[Experiment, Result]
+"""An experiment with what came of it."""
 
-    Args:
-        experiment: the experiment.
-        result: its rows and pictures.
-    """
 
-    experiment: Experiment
-    result: Result
-
-    @property
-    def verdicts(self) -> Counter[str]:
-        """How many rows have which verdict; an experiment without rows counts as one."""
-        return Counter([str(row.verdict) for row in self.result.rows] or [self.experiment.how])
+def _verdicts(outcome: Outcome) -> Counter[str]:
+    """How many rows have which verdict; an experiment without rows counts as one."""
+    experiment, result = outcome
+    return Counter([str(row.verdict) for row in result.rows] or [experiment.how])
 
 
 def text(outcomes: Sequence[Outcome]) -> str:
     """All rows, and how many of each verdict there are."""
-    total = sum((outcome.verdicts for outcome in outcomes), Counter[str]())
+    total = sum(map(_verdicts, outcomes), Counter[str]())
     return "\n\n".join([*map(_rows, outcomes), f"{total.total()} rows: {_counts(total)}"])
 
 
@@ -57,25 +49,23 @@ def page(outcomes: Sequence[Outcome], about: str) -> str:
     """
     from markdown_it import MarkdownIt
 
-    total = sum((outcome.verdicts for outcome in outcomes), Counter[str]())
+    total = sum(map(_verdicts, outcomes), Counter[str]())
     parts = ["# Experiments of GPipe, torchgpipe and Chimera", about]
     parts.append(table(("verdict", "rows", "meaning"), [(name, str(total[name]), MEANINGS[name]) for name in MEANINGS]))
     every = [
-        (f"[{one.title}](#{one.name})", one.place, one.how, _counts(outcome.verdicts))
-        for outcome in outcomes
-        for one in [outcome.experiment]
+        (f"[{one.title}](#{one.name})", one.place, one.how, _counts(_verdicts((one, result))))
+        for one, result in outcomes
     ]
     parts += ["## All experiments", table(("experiment", "source", "how", "rows"), every)]
-    for outcome in outcomes:
-        one = outcome.experiment
+    for one, result in outcomes:
         parts += [
             f'<a id="{one.name}"></a>',
             f"## {one.title}",
             f"{one.citation()}: {one.source.place}",
             f"{one.set_up} {one.why}",
-            _rows(outcome),
+            _rows((one, result)),
         ]
-        for picture in outcome.result.pictures:
+        for picture in result.pictures:
             drawn = "\n".join(line for line in picture.svg.splitlines() if line.strip())  # an empty line ends HTML
             parts += [f"### {picture.title}", f"<div>\n{drawn}\n</div>", picture.caption]
     body = MarkdownIt("commonmark").enable("table").render("\n\n".join(parts))
@@ -102,11 +92,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _rows(outcome: Outcome) -> str:
     """The rows of one experiment below its name."""
-    one, lines, before = outcome.experiment, [], ""
+    (one, result), lines, before = outcome, [], ""
     title = f"{one.name}: {one.title} ({one.place}; {one.how})"
-    if not outcome.result.rows:
+    if not result.rows:
         return f"{title}\n\n{one.how}: {one.why}"
-    for row in outcome.result.rows:
+    for row in result.rows:
         published, reproduced = (
             "–" if value is None else f"{shown(value)} {row.unit}".rstrip()  # noqa: RUF001
             for value in (row.published, row.reproduced)
@@ -128,10 +118,9 @@ def _counts(verdicts: Counter[str]) -> str:
 def as_json(outcomes: Sequence[Outcome]) -> str:
     """All rows for other programs."""
     told = []
-    for outcome in outcomes:
-        one = outcome.experiment
+    for one, result in outcomes:
         source = {"paper": one.source.paper, "place": one.source.place, "citation": one.citation()}
-        rows = [asdict(row) | {"difference": row.difference, "verdict": row.verdict} for row in outcome.result.rows]
+        rows = [asdict(row) | {"difference": row.difference, "verdict": row.verdict} for row in result.rows]
         about = {"experiment": one.name, "title": one.title, "source": source, "how": one.how, "set_up": one.set_up}
         told.append(about | {"why": one.why, "rows": rows})
     return json.dumps(told, indent=2, ensure_ascii=False, default=str) + "\n"

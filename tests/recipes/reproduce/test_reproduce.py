@@ -183,7 +183,7 @@ def outcomes() -> list[Outcome]:
     ]
     impossible = Experiment(title="Accuracy", how="not possible here", set_up="", why="No data.", name="accuracy")
     impossible.source = experiment.source
-    return [Outcome(experiment, Result.of(rows)), Outcome(impossible, Result.of([]))]
+    return [(experiment, Result.of(rows)), (impossible, Result.of([]))]
 
 
 GOLDEN = Path(__file__).with_name("page.html")
