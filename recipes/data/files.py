@@ -55,7 +55,8 @@ def by_split(folder: Path, every: Iterable[Path]) -> dict[str, list[Path]]:
     Raises:
         RecipeError: there are some for validation alone.
     """
-    found = {split: [file for file in every if file.name.startswith(start)] for split, start in SPLITS.items()}
+    starts = {split: (start, f"wiki.{start}") for split, start in SPLITS.items()}  # WikiText's have "wiki." before
+    found = {split: [file for file in every if file.name.startswith(start)] for split, start in starts.items()}
     if found["validation"] and not found["train"]:
         raise RecipeError(f"{folder} has no train*.", hint="Both splits are needed: train* and valid*, or neither.")
     return found if found["validation"] else {}

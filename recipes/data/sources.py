@@ -20,6 +20,7 @@ SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
 )
 VALIDATION_SHARE = 0.1
+FORMATS = (".parquet", ".txt", ".raw", ".tokens")
 
 
 Corpus = Texts[Rows]
@@ -74,31 +75,23 @@ def local_files(folder: Path) -> Corpus:
     """
     if not folder.is_dir():
         raise RecipeError(f"There is no folder {folder}.", hint="data.files names the folder that holds the text.")
-    found = {split: _files_of(folder, prefix) for split, prefix in (("train", "train"), ("validation", "valid"))}
-    every = [path for paths in found.values() for path in paths]
+    every = sorted(path for path in folder.iterdir() if path.suffix in FORMATS)
+    named = files.by_split(folder, every)
+    if not named:
+        raise RecipeError(
+            f"{folder} has no train* and valid* ending in {', '.join(FORMATS)}.",
+            hint="Both splits are needed: train* and valid* (wiki.train.raw and wiki.valid.raw will do).",
+        )
+    every = [path for paths in named.values() for path in paths]
     formats = {path.suffix == ".parquet" for path in every}
     if len(formats) > 1:
         raise RecipeError(f"{folder} mixes parquet and text files.", hint="Keep one format in the folder.")
-    names = {split: [str(path) for path in paths] for split, paths in found.items()}
+    names = {split: list(map(str, paths)) for split, paths in named.items()}
     if formats == {True}:
         splits = load_dataset("parquet", data_files=names)
     else:
         splits = load_dataset("text", data_files=names, keep_linebreaks=True)
     return Corpus(f"the files in {folder}", _text_only(splits, str(folder)), files.fingerprint(every))
-
-
-def _files_of(folder: Path, prefix: str) -> list[Path]:
-    found = sorted(
-        path
-        for path in folder.iterdir()
-        if path.name.removeprefix("wiki.").startswith(prefix) and path.suffix in {".parquet", ".txt", ".raw", ".tokens"}
-    )
-    if not found:
-        raise RecipeError(
-            f"{folder} has no {prefix}* file ending in .parquet, .txt, .raw or .tokens.",
-            hint="Both splits are needed: train* and valid* (wiki.train.raw and wiki.valid.raw will do).",
-        )
-    return found
 
 
 def hub(name: str, configuration: str) -> Corpus:

@@ -163,8 +163,8 @@ def test_a_ready_tokeniser_is_taken_from_its_folder(tmp_path: Path) -> None:
     [
         ({"source": "files"}, "needs a folder"),
         ({"files": "{tmp}/nowhere"}, "no folder"),
-        ({"files": "{tmp}/empty"}, r"no train\* file"),
-        ({"files": "{tmp}/one_split"}, r"no valid\* file"),
+        ({"files": "{tmp}/empty"}, r"no train\* and valid\* ending"),
+        ({"files": "{tmp}/one_split"}, r"no train\* and valid\* ending"),
         ({"files": "{tmp}/blank"}, "split of .* is empty"),
         ({"files": "{tmp}/mixed"}, "mixes parquet and text"),
         ({"files": "{tmp}/column"}, "'text' is needed"),
