@@ -71,7 +71,6 @@ NAMES = {
         "_parse_ckpt_path": 'which checkpoint is meant by "last" and "best", before the run begins'
     },
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": {
-        "_original_handlers": "the handlers before Lightning's: what SIGTERM does outside of a run",
         "_sigterm_notifier_fn": f"its handler for SIGTERM broadcasts from within the handler; {_OWN}",
         "_slurm_sigusr_handler_fn": f"its handler for SLURM saves from within the handler; {_OWN}",
     },
@@ -90,7 +89,6 @@ NAMES = {
         "_build_step_args_from_hook_kwargs": _ARGUMENTS,
         "_combined_loader": "the loaders, for what they have in common with those of other replicas",
         "_data_fetcher": _AHEAD,
-        "_predict_step": f"ends no prediction after SIGTERM, as other evaluations do; {_OWN}",
     },
     "lightning.pytorch.loops.fit_loop._FitLoop": {
         "_can_stop_early": _ASKED,

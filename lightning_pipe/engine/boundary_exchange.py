@@ -32,8 +32,6 @@ from lightning_pipe.transport.base import Lane, Parts, Transport, Words, Work
 from lightning_pipe.transport.message_layout import MessageLayout, mask_words, to_bits, to_words
 
 _AGREED, _CHANGED = 0, 1
-_KIND_BITS = 1
-"""Bits of a control word that say which of the two it is; above them are requests."""
 _CONTROL = {"forward": 1, "backward": 2}
 """The channels of control words that have messages of their own; that of whole crossings is 0."""
 _KINDS = 64
@@ -90,7 +88,7 @@ class BoundaryPlan:
 
     @cached_property
     def layout(self) -> MessageLayout:
-        """The forward message: the kind with requests, how many gradients were used, and a word for each call."""
+        """The forward message: its kind, how many gradients were used, and a word for each call."""
         return MessageLayout(2 + len(self.path.calls), self._specs(self.numbers))
 
     @cached_property
@@ -135,16 +133,11 @@ class BoundaryExchange:
     Args:
         transport: the rank's transport.
         sent: for every peer the bytes of all messages so far whose size both ends had agreed on.
-        requests: bits that go along with every forward message and are added to those of its receiver: so the rank
-            with the last stage learns what others ask for, without a message of its own.
-        asking: what this rank asks for at the time of a message.
     """
 
     transport: Transport
     transfers: dict[BoundaryKey, Transfer] = field(default_factory=dict)
     sent: Counter[int] = field(default_factory=Counter)
-    requests: int = 0
-    asking: Callable[[], int] = int
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
     # with the plan by which it was posted: another may be in force by the time it is filled
     _posted: dict[tuple[str, BoundaryKey], tuple[Parts, BoundaryPlan]] = field(default_factory=dict)
@@ -162,19 +155,17 @@ class BoundaryExchange:
     def send(self, key: BoundaryKey, peer: int, signature: Hashable, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
         plan, lane = self._plan(key, signature), Lane("forward", key.pipe)
-        told = (hop := self._hop(lane, key)) is not None and hop.quiet is not None  # by the first message of a batch
-        requests = 0 if told else self.requests | self.asking()
         if plan is not None:
             agreed = _fits(plan, crossing.path)
             tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
-            words = [(_AGREED if agreed else _CHANGED) | requests << _KIND_BITS, self._used.pop((peer, key.pipe), 0)]
+            words = [_AGREED if agreed else _CHANGED, self._used.pop((peer, key.pipe), 0)]
             words += crossing.words if agreed else [0] * len(plan.path.calls)
             works = self._send(lane, key, peer, plan.layout, words, tensors, agreed and plan.steady)
             if agreed:
                 self.transfers[key] = Transfer(signature, plan, works)
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
-        whole = crossing.path, crossing.words, [tensor.detach().cpu() for tensor in crossing.tensors.values()], requests
+        whole = crossing.path, crossing.words, [tensor.detach().cpu() for tensor in crossing.tensors.values()]
         self._under_way(key, self.transport.send_object(whole, peer, key.tag(0)))
         self.transfers[key] = Transfer(signature, BoundaryPlan.of(crossing.path))
 
@@ -188,13 +179,11 @@ class BoundaryExchange:
         parts, plan = self._posted.pop(("forward", key), (None, None))
         if parts is not None and plan is not None:
             (word, used, *words), tensors = parts.wait()
-            self.requests |= word >> _KIND_BITS
             gradients = self._returned[peer, key.pipe]
             _end(works for _ in range(min(used, len(gradients))) for works in gradients.popleft())
             if not word & _CHANGED:
                 return self._arrived(key, Transfer(signature, plan), tensors, words)
-        path, words, values, requests = self.transport.receive_object(peer, key.tag(0))
-        self.requests |= requests
+        path, words, values = self.transport.receive_object(peer, key.tag(0))
         tensors = [value.to(self.transport.device) for value in values]
         return self._arrived(key, Transfer(signature, BoundaryPlan.of(path)), tensors, words)
 

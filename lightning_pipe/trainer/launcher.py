@@ -17,7 +17,7 @@ from lightning_pipe.lightning_internals import SubprocessLauncher, set_threads
 from lightning_pipe.trainer.children import CHILD, Children
 from lightning_pipe.trainer.connect import RUN
 from lightning_pipe.trainer.schedule_choice import checkpoint_of
-from lightning_pipe.trainer.signals import ending_by_termination, leaving_with_others
+from lightning_pipe.trainer.signals import leaving_with_others
 
 
 class ScriptLauncher(SubprocessLauncher):
@@ -43,7 +43,6 @@ class ScriptLauncher(SubprocessLauncher):
         Children.failed = True  # until it has come to its end
         with ExitStack() as during:
             if trainer is not None:
-                during.enter_context(ending_by_termination(trainer))
                 during.enter_context(leaving_with_others(trainer))
             self.checkpoint = checkpoint_of(function, args, kwargs)
             result = function(*args, **kwargs)

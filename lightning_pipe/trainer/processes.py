@@ -121,8 +121,8 @@ class Processes:
     def finish(self) -> None:
         """End a run on all processes: an error of one of them after the last batch is one of all."""
         if self.meet("the end of the run"):
-            if self.signals is not None:
-                self.signals.end_if_asked()
+            if self.signals is not None and self.signals.asked[0]:  # behind the last batch
+                raise SIGTERMException
             # process 0 serves the store over which they meet: nobody leaves before all are there
             self.connected.barrier()
 
@@ -149,6 +149,10 @@ class Processes:
         if self._meetings is not None and not self.world.local:
             self._meetings.come(call)
         return True
+
+    def stop(self) -> None:
+        """Training batches end: one process that stops alone must not wait for the others for ever."""
+        self.meet("the end of training batches (by trainer.should_stop, or their number)")
 
     def meet_outside_step(self, call: str) -> None:
         """The same for what cannot be done in a step, nor after an error.

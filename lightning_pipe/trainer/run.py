@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,7 +42,6 @@ from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.rewind import Rewind
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stage_division import Division
-from lightning_pipe.trainer.stopping import Stopping
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.finetuning import values_compared
 from lightning_pipe.trainer.whole_model.logging import moved_once
@@ -147,18 +147,23 @@ class PipelineRun:
         steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
-        signals = trainer.strategy.processes.signals
-        stopping = Stopping(trainer, self._world, self.pipeline, signals, self.loaders.channel)
+        if fitting:
+            stop = partial(self._stop_together, trainer, trainer.fit_loop.epoch_loop.on_advance_end)
+            self._changed.enter_context(replaced(trainer.fit_loop.epoch_loop, "on_advance_end", stop, gated=False))
         if fitting and self.pipeline.asynchronous is not None:
             self._costs.warn_if_wanted()
-            own = self._step, self.gradients, stopping
-            self.streaming = Streaming(self._module, self.pipeline, self._world, *own)
+            self.streaming = Streaming(self._module, self.pipeline, self._world, self._step, self.gradients)
             self.streaming.begin()
             self._changed.callback(self.streaming.end)
-        if fitting and self._world.layout.world_size > 1:
-            self._changed.enter_context(stopping.installed())
         if self._world.layout.world_size > 1:
             self._meet_before_dumps(trainer)
+
+    @staticmethod
+    def _stop_together(trainer: Any, method: Callable[..., None], *arguments: Any) -> None:
+        """In the place of ``on_advance_end``, behind which a Trainer that is to stop goes to validation, or leaves."""
+        if trainer.should_stop:
+            trainer.strategy.processes.stop()
+        method(*arguments)
 
     def _meet_before_dumps(self, trainer: Any) -> None:
         """A checkpoint begins with what all ranks do together: draining, and gathering an optimizer's shards."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,7 +20,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.children import is_child
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.failures.board import Kind
 
@@ -30,13 +27,17 @@ ENDINGS: dict[Kind, type[BaseException]] = {"asked": SIGTERMException, "interrup
 """What is raised in processes that are told to end, by how the failure board calls it."""
 
 _Handler = Callable[[int, FrameType | None], None]
+_ALONE = 3.0
+"""Seconds that a process which was asked to end waits for process 0 to say so too: who asks mostly asks all of them."""
 
 
 class Signals:
     """Notes what signals ask for, and lets all processes do it before their next training batch.
 
-    In an evaluation SIGTERM ends this process behind its batch, and the others with it. A process that does not come to
-    its next batch, because it waits for another one that hangs, is ended by the failure board's watchdog.
+    The ranks with the last stage, process 0 among them, tell the others with their report about a batch. A process that
+    was asked to end, and they were not, ends a little later by itself, and the others with it, as in an evaluation. One
+    that does not come to its next batch, because it waits for another that hangs, is ended by the failure board's
+    watchdog.
 
     SLURM's requeue signal waits for the next training batch in a validation within a training. In other evaluations it
     requeues the job at once, as in Lightning, but without a checkpoint.
@@ -54,9 +55,10 @@ class Signals:
         self.asked = [False, False]
         """Whether this process was asked to end, and to save and be requeued."""
         self.told = [False, False]
-        """What all processes were found to be asked at the end of the last batch."""
+        """What the report about the last batch says of it."""
         self.leaving_together = False
         """Whether all processes end after the same batch, so that what all must do can still be done."""
+        self._since: float | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -64,68 +66,47 @@ class Signals:
 
         Lightning registers the handlers later, and keeps what it registers until after the strategy's teardown.
         """
-        predictions = self._trainer.predict_loop
         with (
             replaced(self._connector, "_sigterm_notifier_fn", self._on_termination),
             replaced(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue),
-            replaced(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._act_as_told),
-            replaced(predictions, "_predict_step", partial(self._predict, predictions._predict_step), gated=False),
+            replaced(self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.act),
         ):
             yield
 
-    def _begin_to_end(self) -> None:
-        """All processes leave together: what they still do, such as to save, may take its time."""
-        if self._world.board is not None:
-            self._world.board.noticed.set()
-            self._world.board.asked_to_end = None
-
-    def act(self, asked: Sequence[bool]) -> None:
-        """Do what the processes have agreed on.
+    def act(self) -> None:
+        """Before a training batch: do what the report about the last one says.
 
         Raises:
-            SIGTERMException: they were asked to end.
+            SIGTERMException: the processes were asked to end, or this one alone.
         """
-        end, requeue = asked
+        (end, requeue), self.told = self.told, [False, False]
+        self.leaving_together = end
         if requeue:
             self.asked[1] = False
             self._requeue(signal.SIGUSR1, None)
         if end:
             self._connector.received_sigterm = True
-            self._begin_to_end()
+            if self._world.board is not None:  # all leave together: what they still do, such as to save, takes its time
+                self._world.board.noticed.set()
+                self._world.board.asked_to_end = None
             raise SIGTERMException
-
-    def end_if_asked(self) -> None:
-        """End after the last batch, too, if a process was asked to. Collective.
-
-        Raises:
-            SIGTERMException: one was.
-        """
-        if self._world.agree(self.asked[0], unanimous=False):
-            self._begin_to_end()
-            raise SIGTERMException
-
-    def _act_as_told(self) -> None:
-        told, self.told = self.told, [False, False]
-        self.leaving_together = told[0]
-        self.act(told)
-
-    def _predict(self, method: Callable[..., None], *arguments: Any) -> None:
-        """In the place of ``_predict_step``, behind which Lightning (2.6) asks nothing, unlike other evaluations."""
-        method(*arguments)
-        if not self._trainer.predict_loop.batch_progress.is_last_batch and self._connector.received_sigterm:
-            raise SIGTERMException
+        if self.asked[0]:
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > _ALONE:
+                raise SIGTERMException
 
     def _on_termination(self, number: int, _: FrameType | None) -> None:
+        if self.asked[0]:
+            return
         launcher = self._trainer.strategy.launcher
-        if launcher is not None and not self.asked[0]:
+        if launcher is not None:
             launcher.kill(number)
         self.asked[0] = True
-        if (board := self._world.board) is not None and board.asked_to_end is None:
-            board.asked_to_end = time.monotonic()
-        if os.getppid() != self._parent:  # the first process has gone: nobody will ask any more
+        if self._world.board is not None:
+            self._world.board.asked_to_end = time.monotonic()
+        # in an evaluation nothing is to be saved; without the first process nobody will ask any more
+        if not self._trainer.training or os.getppid() != self._parent:
             raise SIGTERMException
-        if not self._trainer.training:
-            self._connector.received_sigterm = True
 
     def _on_requeue(self, number: int, frame: FrameType | None) -> None:
         if self._trainer.state.fn == TrainerFn.FITTING:  # in a validation, too: its ranks are at different batches
@@ -159,36 +140,3 @@ def leaving_with_others(trainer: Any) -> Iterator[None]:
         if failure is None or failure.kind not in ENDINGS:
             raise
         raise ENDINGS[failure.kind] from None
-
-
-@contextmanager
-def ending_by_termination(trainer: Any) -> Iterator[None]:
-    """Let SIGTERM end a run with a word and its code before Lightning (2.6) handles it, and after.
-
-    Lightning calls the handler that it finds after its own. A process that this run has started ends at once, as the
-    system has it, and the first process tells about it.
-
-    Args:
-        trainer: the Trainer.
-    """
-    connector = trainer._signal_connector
-    main = threading.current_thread() is threading.main_thread()
-    if not main or trainer.world_size == 1 or is_child() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    running = True
-
-    def end(*_: object) -> None:
-        signals = trainer.strategy.processes.signals
-        if running and not (signals is not None and signals.asked[0]):  # else it acts on it, or is doing so
-            raise SIGTERMException
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        running = False
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        elif connector._original_handlers.get(signal.SIGTERM) is end:  # after an error Lightning puts it back later
-            connector._original_handlers[signal.SIGTERM] = signal.SIG_DFL

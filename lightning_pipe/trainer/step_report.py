@@ -18,7 +18,7 @@ class StepReport:
         outputs: what the step returned for each micro-batch; ``None`` if nobody looks at it.
         logged: what the step logged.
         changes: what the step changed in the attributes of the LightningModule.
-        stop: whether this rank has been asked to stop the training.
+        asked: whether this rank was asked to stop the training, and by signals to end, and to save and be requeued.
         repeats: whether the step has ended since it has to run in another way.
         hooks: those on modules that the step has left, by their places among all that it has registered.
     """
@@ -26,7 +26,7 @@ class StepReport:
     outputs: dict[int, Any] | None
     logged: list[Merged]
     changes: list[Change]
-    stop: bool
+    asked: list[bool]
     repeats: bool = False
     hooks: tuple[int, ...] = ()
 

@@ -563,6 +563,7 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.processes.stop()
         self.run.report.end()
 
     @override

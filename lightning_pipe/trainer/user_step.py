@@ -190,6 +190,21 @@ class UserStep:
         self.channel.end_batch()
         return reports if report is None else [report if each is sent else each for each in reports]
 
+    def asked(self, training: bool) -> list[bool]:
+        """For a report: whether to stop the training, and what signals ask for; in training alike in all replicas."""
+        trainer: Any = self.module.trainer
+        if not training:
+            return [trainer.should_stop, False, False]
+        return self._world.any_of([trainer.should_stop, *trainer.strategy.processes.signals.asked])
+
+    def take_over(self, reports: Sequence[StepReport], *, training: bool) -> None:
+        """Stop the training if a report asks for it; act on signals before the next batch."""
+        trainer: Any = self.module.trainer
+        stop, *told = (any(flags) for flags in zip(*[each.asked for each in reports], strict=True))
+        trainer.should_stop = trainer.should_stop or stop
+        if training:
+            trainer.strategy.processes.signals.told = told
+
     def take_turns(self, name: str) -> None:
         """Let the ranks take turns in an evaluation step from now on, and say so."""
         self.in_turns.add(name)
@@ -313,20 +328,19 @@ class StepOfBatch:
         Returns:
             What the step returned for each micro-batch, as far as this rank knows it.
         """
-        common, trainer = self._user_step, self._user_step.module.trainer
+        common = self._user_step
         report = None
         if common.pipeline.transport.rank in self._ranks:
-            report = StepReport({}, [], [], stop=False, repeats=True)
+            report = StepReport({}, [], [], [], repeats=True)
             if not repeats:
-                changes = common.attributes.changes(before, self._ranks)
-                report = self.report(outputs, changes, stop=trainer.should_stop)
+                report = self.report(outputs, common.attributes.changes(before, self._ranks))
         reports = common.exchange(report, self._ranks, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}
         common.attributes.adopt([each.changes for each in reports], before)
         self.replay(reports)
-        trainer.should_stop = trainer.should_stop or any(each.stop for each in reports)
+        common.take_over(reports, training=self._training)
         return known_outputs(reports)
 
     def output(self, outputs: dict[int, Any], withheld: WithheldGradients) -> Any:
@@ -340,13 +354,12 @@ class StepOfBatch:
         device = common.pipeline.transport.device
         return of_batch(outputs, self.micro_batches, withheld, device, common.warn_of_list)
 
-    def report(self, outputs: dict[int, Any], changes: list[Change], *, stop: bool) -> StepReport:
+    def report(self, outputs: dict[int, Any], changes: list[Change]) -> StepReport:
         """What this rank, which has the last stage, reports to the others.
 
         Args:
             outputs: what the step returned for each micro-batch.
             changes: what steps changed in the attributes of the LightningModule.
-            stop: whether this rank has been asked to stop the training.
         """
         common, amounts = self._user_step, self.micro_batches.amounts
         common.checks.end(self.check)
@@ -355,7 +368,7 @@ class StepOfBatch:
         losses = losses_of(outputs) if common.summed else {}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)
-        return StepReport(outputs, logged, changes, stop, hooks=self._hooks.left())
+        return StepReport(outputs, logged, changes, common.asked(self._training), hooks=self._hooks.left())
 
     def replay(self, reports: Sequence[StepReport], *, own_batch: bool = True) -> None:
         """Log for the whole batch what the step logged on the ranks with the last stage; have the hooks that it left.

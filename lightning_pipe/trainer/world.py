@@ -192,6 +192,16 @@ class World:
         self.transport.all_reduce(flag, members, "min" if unanimous else "max").wait()
         return bool(flag.item())
 
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        """Whether any process says yes to each question, of those that have this rank in their pipeline."""
+        topology = self.transport.topology
+        for members in (self.replica_members, topology.tensor_processes(self.transport.process)):
+            if len(members) > 1:
+                said = torch.tensor(flags, dtype=torch.long)
+                self.transport.all_reduce(said, members, "max").wait()
+                flags = said.bool().tolist()
+        return flags
+
 
 @contextmanager
 def _connecting(timeout: timedelta) -> Generator[None, None, None]:

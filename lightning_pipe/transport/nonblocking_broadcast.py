@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_pipe.transport.base import OBJECT_TAGS, Transport, Work
 
-PURPOSES = BATCHES, REPORTS, ENDS = range(3)
-"""What is sent: batches that are loaded, reports about batches, and what holds at the end of batches."""
+PURPOSES = BATCHES, REPORTS = range(2)
+"""What is sent: batches that are loaded, and reports about batches."""
 # Above the tags of all micro-batches, below that of collectives.
 _HIGHEST = OBJECT_TAGS - 2
 

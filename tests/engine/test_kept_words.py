@@ -74,12 +74,11 @@ def batch_of(number: int, rows: int) -> Tensor:
 
 @dataclass
 class Ran:
-    """By batch: how much each rank's host has sent, what it knows of requests, the losses and the gradients."""
+    """By batch: how much each rank's host has sent, the losses and the gradients."""
 
     sent: list[list[int]]
     losses: list[list[float]] = field(default_factory=list)
     gradients: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
-    requests: list[list[int]] = field(default_factory=list)
 
 
 def train(
@@ -88,32 +87,25 @@ def train(
     schedule: str = "1f1b",
     ranks: int = 2,
     rows: Callable[[int], int] = lambda _: 8,
-    asking: Callable[[int], Callable[[], int]] | None = None,
 ) -> Ran:
     """Train over as many ranks, and compare all losses and gradients with one device."""
     family, whole = schedules.get(schedule), Net()
     stages = family.build(ranks, micro_batches).stages
     nets = [copy.deepcopy(whole) for _ in range(ranks)]
-    ran = Ran(
-        [[0] * ranks for _ in range(BATCHES)], [[] for _ in range(BATCHES)], {}, [[0] * ranks for _ in range(BATCHES)]
-    )
+    ran = Ran([[0] * ranks for _ in range(BATCHES)], [[] for _ in range(BATCHES)])
 
     def body(transport: RecordingTransport) -> None:
         net = nets[transport.process]
         pipeline = Pipeline(net, find_layers(net, "layers"), [4 // stages] * stages, family, transport)
         pipeline.partition()
         for number in range(BATCHES):
-            begun, exchange = len(transport._events), pipeline.executor.exchange
-            exchange.requests = 0
-            if asking is not None and transport.rank == 0:
-                exchange.asking = asking(number)
+            begun = len(transport._events)
             parts = batch_of(number, rows(number)).tensor_split(micro_batches)
             weights = [len(part) / rows(number) for part in parts]
             results = pipeline.train(lambda index, part: step(net, part, number, index), parts, weights)  # noqa: B023
             new = transport._events[begun:]
             ran.sent[number][transport.rank] = sum(of_host(event) for event in new)
             ran.losses[number] += [results[index].item() for index in sorted(results)]
-            ran.requests[number][transport.rank] = exchange.requests
             for name, parameter in pipeline.local_parameters():
                 ran.gradients[number, name], parameter.grad = parameter.grad, None
         pipeline.restore()
@@ -217,25 +209,6 @@ def test_a_path_that_reads_values_is_said_each_time() -> None:
         return inside(net, x, lambda h: h * 2 if h.sum() > (-1e9 if last else 1e9) else h)
 
     assert train(step).sent[-1] == [4, 4]
-
-
-def test_a_request_goes_with_the_first_message_of_a_batch() -> None:
-    def asking(batch: int) -> Callable[[], int]:
-        return lambda: int(batch == LATE)
-
-    ran = train(plain, asking=asking)
-    assert [found[1] for found in ran.requests] == [int(batch == LATE) for batch in range(BATCHES)]
-    # what is new is said, and so is the rest of its batch
-    assert ran.sent[LATE - 1][0] == 1
-    assert ran.sent[LATE][0] == 4
-
-
-def test_a_request_that_comes_later_in_a_quiet_batch_is_no_difference() -> None:
-    def asking(batch: int) -> Callable[[], int]:
-        asked: list[int] = []
-        return lambda: asked.append(0) or int(batch == LATE and len(asked) > 1)
-
-    assert {found[1] for found in train(plain, asking=asking).requests} == {0}
 
 
 # ------------------------------------------------------------------ one hop

@@ -113,7 +113,7 @@ def _everywhere() -> Iterator[Fault]:
         for phase in PHASES:
             for process in (0, 1):
                 yield _fault(kind, phase, process)
-    for phase in ("connecting", "setup", "first", "middle", "validation", "saving", "teardown"):
+    for phase in ("first", "middle", "validation", "saving"):
         for process in (0, 1):
             yield _fault("term", phase, process)
     for process in (0, 1):
@@ -142,9 +142,11 @@ def _alone() -> Iterator[Fault]:
     """What all processes must do, done by one of them."""
     for phase in ("middle", "batch_start", "batch_end", "validation_end", "epoch_start"):
         for process in (0, 1):
-            yield Fault("should_stop", phase, process, codes=(0,), told="")
-    for process in (0, 1, 2, 3):
-        yield Fault("should_stop", "batch_end", process, 4, codes=(0,), told="")
+            # process 0 tells the others with its report about the batch, if it asks before that
+            if process == 0 and phase in ("middle", "batch_start"):
+                yield Fault("should_stop", phase, process, codes=(0,), told="")
+            else:
+                yield Fault("should_stop", phase, process, told="is called on rank")
     for kind in ("save", "barrier"):
         told = rf"injection\.py.*in {kind}"
         for phase in ("batch_start", "batch_end", "validation_end", "fit_end"):

@@ -58,10 +58,10 @@ class Changing(L.LightningModule):
 
 
 class Stop(L.Callback):
-    """One rank asks to stop, between two batches."""
+    """Process 0 asks to stop, between two batches."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if module.change == "stop" and batch_idx == LATE and SEEN.process in (None, FIRST_STAGE):
+        if module.change == "stop" and batch_idx == LATE and trainer.is_global_zero:
             trainer.should_stop = True
 
 

@@ -32,10 +32,8 @@ from lightning_pipe.trainer.asynchronous.training_loop import TrainingLoop
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.signals import Signals
 from lightning_pipe.trainer.step_report import StepReport, known_outputs
-from lightning_pipe.trainer.stopping import Stopping
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.nonblocking_broadcast import ENDS
 
 
 class Streaming:
@@ -55,20 +53,13 @@ class Streaming:
         world: the processes.
         step: begins the steps of batches.
         gradients: learns after each call who holds which parameter.
-        stopping: withholds requests to stop from Lightning's loop until all ranks stop after the same batch.
     """
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        pipeline: Pipeline,
-        world: World,
-        step: UserStep,
-        gradients: Gradients,
-        stopping: Stopping,
+        self, module: pl.LightningModule, pipeline: Pipeline, world: World, step: UserStep, gradients: Gradients
     ) -> None:
         self._module, self._pipeline, self._world, self._step = module, pipeline, world, step
-        self._gradients, self._stop = gradients, stopping
+        self._gradients = gradients
         self._loop = TrainingLoop(module)
         self._hyperparameters = Hyperparameters()
         self._in_flight: dict[int, StepOfBatch] = {}
@@ -104,7 +95,8 @@ class Streaming:
         for callback in (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)):
             self._around(callback, "_monitor_candidates", partial(self._name_file, callback))
         if self._world.layout.world_size > 1:
-            self._around(epoch_loop, "_broadcast_sigterm_tensor", self._share_signals)
+            act = partial(self._act_on_signals, trainer.strategy.processes.signals)
+            self._changed.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", act))
 
     def end(self) -> None:
         """Leave Lightning as it was found. After an error batches may be in flight: they are dropped."""
@@ -130,26 +122,17 @@ class Streaming:
 
     def _end_batch(self, method: Callable[[Any], Any], data_fetcher: Any) -> None:
         """In the place of ``on_advance_end``: drain if the training loop is left after the current batch."""
-        # other ranks are batches behind or ahead, and learn of the request in a later call
-        self._stop.withhold()
         if self._loop.is_left(data_fetcher, len(self._in_flight)):
             self._drain_first(method, data_fetcher)
         else:
             method(data_fetcher)
 
-    def _share_signals(self, _: Callable[..., Any]) -> None:
-        """Act on the signals that process 0 has received; it does not wait for the other processes."""
-        signals: Signals = self._trainer.strategy.processes.signals
-        asked = list(signals.asked)
-        others = self._world.replica_members
-        if self._pipeline.transport.process == self._pipeline.loss_process and len(others) > 1:
-            asked = self._pipeline.transport.broadcast_object(asked, others[0], others)
-        asked = self._step.channel.share(asked, self._pipeline.loss_process, ENDS)
-        if any(asked):
-            # a process that leaves first would take its messages along
+    def _act_on_signals(self, signals: Signals) -> None:
+        """In the place of `Signals.act`: a process that leaves first would take its messages along."""
+        if any(signals.told):
             self._step.channel.flush()
             self._world.barrier()
-            signals.act(asked)
+        signals.act()
 
     # ------------------------------------------------------------------ calls
 
@@ -176,8 +159,11 @@ class Streaming:
     @contextmanager
     def _calling(self) -> Iterator[WithheldGradients]:
         """Around what the pipeline does in a call."""
+        stop = self._trainer.should_stop
         with withheld_gradients(list(self._module.parameters())) as withheld:
             yield withheld
+        if not self._pipeline.is_loss_rank:  # an earlier stage is batches ahead of what counts
+            self._trainer.should_stop = stop
         self._gradients.after_batch(self._trainer.optimizers)
 
     def _share(self, before: Snapshot | None, withheld: WithheldGradients) -> Any:
@@ -189,7 +175,7 @@ class Streaming:
         finished = self._call.finished
         reports = self._exchange(self._step.attributes.changes(before, self._pipeline.loss_ranks))
         self._step.attributes.adopt([report.changes for report in reports[-1]], before)
-        self._stop.follow(any(report.stop for of_batch in reports for report in of_batch))
+        self._step.take_over([report for of_batch in reports for report in of_batch], training=True)
         output = None
         for batch, of_batch in zip(finished, reports, strict=False):
             if batch != finished[0]:
@@ -208,15 +194,14 @@ class Streaming:
         own: Mapping[int | None, StepReport] = {}
         batches = self._call.finished or (None,)
         if self._pipeline.is_loss_rank:
-            stop = self._world.agree(self._stop.take(), unanimous=False, members=self._world.replica_members)
-            own = {batch: self._report(batch, changes, stop) for batch in batches}
+            own = {batch: self._report(batch, changes) for batch in batches}
         ranks = self._pipeline.loss_ranks
         return [self._step.exchange(own.get(batch), ranks) for batch in batches]
 
-    def _report(self, batch: int | None, changes: list[Change], stop: bool) -> StepReport:
+    def _report(self, batch: int | None, changes: list[Change]) -> StepReport:
         if batch is None:
-            return StepReport({}, [], changes, stop)
-        return self._in_flight[batch].report(dict(self._call.results[batch]), changes, stop=stop)
+            return StepReport({}, [], changes, self._step.asked(training=True))
+        return self._in_flight[batch].report(dict(self._call.results[batch]), changes)
 
     def _step_of_batch(self, method: Callable[..., None], batch_idx: int, closure: Callable[[], Any]) -> None:
         """In the place of Lightning's optimizer step, with the user's hooks: what they see is the batch that steps."""
@@ -250,6 +235,8 @@ class Streaming:
 
     def drain(self) -> None:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
+        if self._trainer.should_stop:
+            self._trainer.strategy.processes.stop()
         with self._drained():
             self._loop.log_pending()
             calls = self._pipeline.drain()
@@ -263,8 +250,6 @@ class Streaming:
             next(calls, None)
             self._step.channel.flush()
             self._loop.forget_values()
-        # here all ranks are at the same batch
-        self._stop.agree()
 
     @contextmanager
     def _drained(self) -> Iterator[None]:
