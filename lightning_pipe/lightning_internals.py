@@ -67,9 +67,6 @@ NAMES = {
         "_logger_connector": "logs the values of a batch that comes out of the pipeline later",
         "_signal_connector": "see its names",
     },
-    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": {
-        "_parse_ckpt_path": 'which checkpoint is meant by "last" and "best", before the run begins'
-    },
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": {
         "_sigterm_notifier_fn": f"its handler for SIGTERM broadcasts from within the handler; {_OWN}",
         "_slurm_sigusr_handler_fn": f"its handler for SLURM saves from within the handler; {_OWN}",

@@ -16,15 +16,11 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.lightning_internals import SubprocessLauncher, set_threads
 from lightning_pipe.trainer.children import CHILD, Children
 from lightning_pipe.trainer.connect import RUN
-from lightning_pipe.trainer.schedule_choice import checkpoint_of
 from lightning_pipe.trainer.signals import leaving_with_others
 
 
 class ScriptLauncher(SubprocessLauncher):
     """Runs this script again for every other process of the node."""
-
-    # from which the run resumes, as it was given to the Trainer
-    checkpoint: Any = None
 
     @property
     @override
@@ -44,7 +40,6 @@ class ScriptLauncher(SubprocessLauncher):
         with ExitStack() as during:
             if trainer is not None:
                 during.enter_context(leaving_with_others(trainer))
-            self.checkpoint = checkpoint_of(function, args, kwargs)
             result = function(*args, **kwargs)
             if trainer is not None:
                 trainer.strategy.processes.finish()

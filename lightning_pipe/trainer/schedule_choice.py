@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,11 +23,8 @@ from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.text import several
-from lightning_pipe.trainer.checkpoints.folder import REST
 
 AUTO = "auto"
-KEY = "lightning_pipe_schedule"
-"""Where a checkpoint has the choice."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +52,6 @@ class ScheduleChoice:
         words = divided(self.shard_optimizer)
         extra = ", recompute" * (self.recompute != "never") + f", {words}" * bool(words)
         return f"{self.family.label}{extra}"
-
-    def stored(self, ranks: int) -> dict[str, Any]:
-        """For a checkpoint of a run with so many ranks in a pipeline."""
-        own = {"recompute": self.recompute, "shard_optimizer": self.shard_optimizer, "ranks": ranks}
-        return {"name": self.family.name, "options": self.family.options(), **own}
 
 
 def choose(
@@ -174,49 +162,6 @@ def memory_of_a_process(device: torch.device, processes: int) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
-
-
-def kept(path: object, ranks: int) -> ScheduleChoice | None:
-    """The choice that a checkpoint has stored, a file or a folder; ``None``: none that is of so many ranks.
-
-    Args:
-        path: of the checkpoint; what is none of this machine has no choice.
-        ranks: of a pipeline of this run: what is best for another number may not even exist for it.
-    """
-    if not isinstance(path, str | Path):
-        return None
-    file = Path(path) / REST if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        return None
-    found = torch.load(file, map_location="cpu", mmap=True, weights_only=False).get(KEY)
-    if not isinstance(found, Mapping) or found.get("ranks", ranks) != ranks:
-        return None
-    family = schedules.get(found["name"], **found["options"])
-    # Earlier files have the schedule alone.
-    rest = {name: found[name] for name in ("recompute", "shard_optimizer") if name in found}
-    return ScheduleChoice(family, f"kept from {path}", **rest)
-
-
-def kept_by(trainer: Any, asked: Any, ranks: int) -> ScheduleChoice | None:
-    """The choice in the checkpoint that the Trainer takes for a ``ckpt_path``, which may be ``"last"`` or ``"best"``.
-
-    Args:
-        trainer: the Trainer.
-        asked: the ``ckpt_path``.
-        ranks: see `kept`.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the Trainer has asked already
-        parse = trainer._checkpoint_connector._parse_ckpt_path
-        return kept(parse(trainer.state.fn, asked, model_provided=True, model_connected=True), ranks)
-
-
-def checkpoint_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The ``ckpt_path`` among the arguments with which the Trainer starts a run; ``None`` if there is none."""
-    try:
-        return inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
-    except TypeError:
-        return None
 
 
 def same_everywhere(choice: ScheduleChoice, of_rank_0: str) -> None:

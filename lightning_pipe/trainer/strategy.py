@@ -307,14 +307,12 @@ class PipeStrategy(ParallelStrategy):
             divided.divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
 
     def _choose(self) -> None:
-        """Choose the schedule, or keep that of the checkpoint from which the run resumes."""
+        """Choose the schedule."""
         own, ranks, module = self._stages, self.layout.pipeline_parallel_size, self.lightning_module
         assert module is not None
         divides = self.sharding.at_once(module)
-        found = schedule_choice.kept_by(module.trainer, getattr(self._launcher, "checkpoint", None), ranks)
-        if found is None:
-            of_user = own.micro_batches, self.root_device, self.processes_here, own.recompute, own.balance
-            found = schedule_choice.choose(module, own.layers, ranks, *of_user, in_parts=divides)
+        of_user = own.micro_batches, self.root_device, self.processes_here, own.recompute, own.balance
+        found = schedule_choice.choose(module, own.layers, ranks, *of_user, in_parts=divides)
         self._choice, self.family, self._layout = found, found.family, None
         # the most that can be divided stays
         kept = divides or own.shard_optimizer == "gradients" or not found.shard_optimizer
@@ -525,8 +523,6 @@ class PipeStrategy(ParallelStrategy):
         checkpoints = self._checkpoints()
         if not checkpoints.may_save(filepath, alone=whole):
             return
-        if self._choice is not None:
-            checkpoint[schedule_choice.KEY] = self._choice.stored(self.layout.pipeline_parallel_size)
         if self._divided is not None and self._divided.run is not None:
             self._divided.run.loaders.order.save(checkpoint)
         if self._save_folder:

@@ -1,4 +1,4 @@
-"""``schedule="auto"``: chosen before the run, the same on all ranks, and kept by runs that resume."""
+"""``schedule="auto"``: chosen before the run, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_pipe import CostProfile, PipeStrategy, schedules
@@ -23,11 +22,8 @@ from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.simulate import Link
 from lightning_pipe.trainer import schedule_choice
 from lightning_pipe.trainer.schedule_choice import (
-    KEY,
     ScheduleChoice,
-    checkpoint_of,
     choose,
-    kept,
     memory_of_a_process,
     same_everywhere,
 )
@@ -142,39 +138,6 @@ def test_one_rank_needs_no_choice_and_layers_must_be_there() -> None:
         PipeStrategy(schedule="auto", stages=4)
 
 
-def test_the_checkpoint_is_found_among_the_arguments_of_a_run() -> None:
-    def fit(model: object, ckpt_path: object = None) -> None: ...
-
-    assert checkpoint_of(fit, ["model", "a.ckpt"], {}) == "a.ckpt"
-    assert checkpoint_of(fit, ["model"], {"ckpt_path": "b.ckpt"}) == "b.ckpt"
-    assert checkpoint_of(fit, ["model"], {}) is None
-    assert checkpoint_of(lambda: None, [], {}) is None
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "interleaved", "chimera"])
-def test_a_choice_is_read_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    for family in schedules.get(name).variants():
-        torch.save({KEY: ScheduleChoice(family, "", "always", shard_optimizer="gradients").stored(4)}, path)
-        found = kept(path, 4)
-        assert found is not None
-        assert (found.family, found.recompute, found.shard_optimizer) == (family, "always", "gradients")
-        assert str(path) in found.reason
-        assert kept(path, 3) is None  # a pipeline of another length asks again
-    (tmp_path / "folder").mkdir()
-    assert kept(tmp_path / "folder", 4) is None
-    torch.save(torch.load(path, weights_only=False), tmp_path / "folder" / "meta.pt")
-    assert kept(tmp_path / "folder", 4) == ScheduleChoice(
-        family, f"kept from {tmp_path / 'folder'}", "always", shard_optimizer="gradients"
-    )
-    torch.save({KEY: {"name": "1f1b", "options": {}}}, path)
-    assert kept(path, 4) == ScheduleChoice(schedules.get("1f1b"), f"kept from {path}")
-    torch.save({"epoch": 1}, path)
-    assert kept(path, 4) is None
-    assert kept("last", 4) is None
-    assert kept(None, 4) is None
-
-
 def test_ranks_that_choose_differently_are_refused() -> None:
     choice = ScheduleChoice(schedules.get("gpipe"), "")
     same_everywhere(choice, "gpipe")
@@ -182,43 +145,21 @@ def test_ranks_that_choose_differently_are_refused() -> None:
         same_everywhere(choice, "1f1b")
 
 
-class _OneEpoch(L.Callback):
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.should_stop = True
-
-
-def train(process: int, folder: str) -> dict[str, Any]:
-    """Train by one profile; store another, by which another schedule would be chosen; resume, and train anew."""
-    found: dict[str, Any] = {}
-    path = str(Path(folder) / "last.ckpt")
+def train(process: int, folder: str) -> tuple[str, str]:
+    """The schedule that a run chooses, and what it prints."""
     own = Path(folder) / str(process)  # a folder each: nobody reads what another is writing
     os.environ["LIGHTNING_PIPE_CACHE"] = str(own)
     torch.set_default_dtype(torch.float64)
-
-    def fit(name: str, ckpt_path: str | None, callbacks: list[L.Callback]) -> L.Trainer:
-        strategy, told = PipeStrategy(schedule="auto", micro_batches=2), io.StringIO()
-        options = {**QUIET, "max_epochs": 2, "callbacks": callbacks, "enable_checkpointing": ckpt_path is not None}
-        trainer = L.Trainer(**options, strategy=strategy, devices=2)
-        module = Lit()
-        module.counts = False  # one of the schedules has several pipes
-        with redirect_stdout(told):
-            trainer.fit(module, Data(), ckpt_path=ckpt_path)
-        found[name] = strategy.family.label, told.getvalue()
-        return trainer
-
     store(Lit(), own, message=1e-9)
-    fit("first", None, [_OneEpoch()]).save_checkpoint(path)
-    store(Lit(), own, message=1e-9, reduce=10)  # two copies of the weights cost much
-    fit("resumed", "last", [ModelCheckpoint(folder, save_top_k=0, save_last=True)])
-    fit("anew", None, [_OneEpoch()])
-    return found
+    strategy, told, module = PipeStrategy(schedule="auto", micro_batches=2), io.StringIO(), Lit()
+    module.counts = False  # the schedule has several pipes
+    with redirect_stdout(told):
+        L.Trainer(**QUIET, max_epochs=1, strategy=strategy, devices=2).fit(module, Data())
+    return strategy.family.label, told.getvalue()
 
 
-@pytest.mark.timeout(150)
-def test_a_resumed_run_keeps_the_choice(tmp_path: Path) -> None:
-    first, second = run_trainers(train, 2, timeout=140, folder=str(tmp_path))
-    labels = {name: label for name, (label, _) in first.items()}
-    assert labels == {name: label for name, (label, _) in second.items()}
-    assert labels["resumed"] == labels["first"] != labels["anew"]
-    assert f"schedule chosen: {labels['first']}" in " ".join(first["first"][1].split())
-    assert "kept from" in first["resumed"][1]
+@pytest.mark.timeout(90)
+def test_a_run_trains_by_the_choice_and_its_plan_says_it(tmp_path: Path) -> None:
+    (label, told), (of_other, _) = run_trainers(train, 2, timeout=80, folder=str(tmp_path))
+    assert label == of_other
+    assert f"schedule chosen: {label}" in " ".join(told.split())
