@@ -143,11 +143,9 @@ class DividedModule:
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         zero = options.shard_optimizer in (True, "gradients")
         sharded = ShardedOptimizers(pipeline, trainer.precision_plugin) if zero else None
-        of_schedule, of_balance = None, None if store is None else store.shapes
-        if self._choice is not None:
-            notes, of_schedule = (*notes, f"schedule chosen: {self._choice.reason}"), self._choice.shapes
-        notes, shapes = (*notes, *self._notes), (of_schedule, of_balance)
-        report = Report(module, pipeline, world.layout, notes, costs, built, shapes, options.shard_optimizer)
+        chosen_by = () if self._choice is None else (f"schedule chosen: {self._choice.reason}",)
+        notes = (*notes, *chosen_by, *self._notes)
+        report = Report(module, pipeline, world.layout, notes, costs, built, options.shard_optimizer)
         known = chosen is not None and not chosen.guessed
         late = None if known else partial(own.by_first_batch, pipeline)
         self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))

@@ -1,4 +1,4 @@
-"""The costs that a run goes by: measured in its first batch where none are known, and compared with its own input."""
+"""The costs that a run goes by: measured in its first batch where none are known for samples like its own."""
 
 from __future__ import annotations
 
@@ -26,28 +26,6 @@ def shapes_of(micro_batches: MicroBatches) -> str:
         return shapes_of_a_sample(micro_batches.parts[0])
     except ConfigurationError:
         return str(signature(micro_batches.parts[0]))
-
-
-def shape_notes(micro_batches: MicroBatches, schedule: str | None, balance: str | None) -> tuple[str, ...]:
-    """What the plan says of costs that were measured with samples of other shapes.
-
-    Args:
-        micro_batches: the first batch of the run.
-        schedule: a sample of the profile that the schedule was chosen by, in words; ``None``: there is none.
-        balance: the same of the profile that the stages were balanced by.
-    """
-    found, now = [], shapes_of(micro_batches)
-    if schedule not in (None, now):
-        found.append(
-            f"the schedule was chosen by a profile of samples {schedule}; those of this batch are {now}: "
-            "measure again with `lightning-pipe profile`"
-        )
-    if balance not in (None, now):
-        found.append(
-            f"the stages were balanced by costs of samples of other shapes, {balance}, than this batch has, "
-            f"{now}: a run that is started again is balanced by this batch's"
-        )
-    return tuple(found)
 
 
 class LayerCosts:

@@ -25,7 +25,6 @@ from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan
 from lightning_pipe.planning.traffic import NodeTraffic, measured
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
-from lightning_pipe.trainer.layer_costs import shape_notes
 
 
 def peak_memory() -> tuple[int, int]:
@@ -72,7 +71,6 @@ class Report:
         notes: further lines of the plan.
         costs: of the stages, if they have been measured.
         built: bytes that every process has built whole.
-        shapes: of samples that costs of the schedule and of the balance were measured with; see `shape_notes`.
         sharding: what the holders of a parameter divide.
     """
 
@@ -82,7 +80,6 @@ class Report:
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
     built: int = 0
-    shapes: tuple[str | None, str | None] = (None, None)
     sharding: Sharding = False
     _announced: bool = False
     _batches: int = 0
@@ -109,7 +106,7 @@ class Report:
             for line in of_norms if chosen else ():
                 rank_zero_warn(line)
             uncut = (micro_batches.uncut,) if micro_batches.uncut else ()
-            notes = (*uncut, *shape_notes(micro_batches, *self.shapes), *of_norms, *of_loaders())
+            notes = (*uncut, *of_norms, *of_loaders())
             self._plan, self._micro_batches = self._announce(equation, notes), equation.micro_batches
             return
         # in the first batch the ranks also agree on what they send: its time is no measure

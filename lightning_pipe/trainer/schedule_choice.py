@@ -36,15 +36,12 @@ class ScheduleChoice:
         reason: for the plan.
         recompute: whether activations are computed again.
         shard_optimizer: what the holders of copies of a stage divide.
-        shapes: of a sample of the input that the profile was measured with, in words; ``None``: that is not known, or
-            nothing was measured.
     """
 
     family: Family
     reason: str
     recompute: Recompute = "never"
     shard_optimizer: Sharding = False
-    shapes: str | None = None
 
     @property
     def label(self) -> str:
@@ -120,10 +117,8 @@ def choose(
         found = look(memory=limit)
     except ConfigurationError as error:
         # A prediction that nothing fits is no reason not to try.
-        choice = replace(_choice(look(), source, "always"), reason=f"{error.message} By {source}")
-    else:
-        choice = _choice(found, source, recompute)
-    return replace(choice, shapes=store.shapes)
+        return replace(_choice(look(), source, "always"), reason=f"{error.message} By {source}")
+    return _choice(found, source, recompute)
 
 
 def _cut(module: nn.Module, layers: Layers, ranks: int, balance: Balance) -> Cut | None:

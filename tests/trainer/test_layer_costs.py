@@ -17,7 +17,7 @@ from lightning_pipe.cli import main
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SHAPES
 from lightning_pipe.planning.profile_store import ProfileStore
-from lightning_pipe.trainer.layer_costs import shape_notes
+from lightning_pipe.trainer.layer_costs import shapes_of
 from lightning_pipe.trainer.schedule_choice import choose
 from tests.support import oracle
 from tests.support.trainer_runs import QUIET
@@ -53,25 +53,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_a_profile_was_measured_with_is_stored_and_compared(cache: Path) -> None:
+def test_what_a_profile_was_measured_with_is_stored(cache: Path) -> None:
     found = profile(Net(), torch.ones(4, 5, 8), micro_batch_sizes=[1], rounds=1, layers="layers")
     assert found.conditions[SHAPES] == "(1, 5, 8) float32"
     path = ProfileStore(Net(), find_layers(Net(), "layers"), {}, cache).path
     found.save(path)
-    shapes = CostProfile.load(path).conditions[SHAPES]
-    assert shape_notes(MicroBatches([torch.ones(2, 5, 8)], [2], [1.0]), shapes, None) == ()
-    (note,) = shape_notes(MicroBatches([torch.ones(2, 7, 8)], [2], [1.0]), shapes, None)
-    assert "by a profile of samples (1, 5, 8) float32; those of this batch are (1, 7, 8) float32" in note
-    assert shape_notes(MicroBatches([torch.ones(2, 7, 8)], [2], [1.0]), None, None) == ()
+    assert CostProfile.load(path).conditions[SHAPES] == found.conditions[SHAPES]
 
 
-def test_a_balance_by_costs_of_other_shapes_is_told(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_of_other_shapes_are_measured_anew(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = [told(cache, length, capsys, balance="time") for length in (5, 5, 7, 7)]
-    assert ["of other shapes" in output for output in outputs] == [False, False, True, False]
     assert ["Measured the layers" in output for output in outputs] == [True, False, True, False]
     # a batch of an object that is no tensor has words, too
-    (note,) = shape_notes(MicroBatches([3], [1], [1.0]), None, "(1, 5, 8) float32")
-    assert "of other shapes, (1, 5, 8) float32," in note
+    assert shapes_of(MicroBatches([3], [1], [1.0])) != "(1, 5, 8) float32"
 
 
 def test_a_run_is_balanced_by_what_the_command_has_measured(
