@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
 
 _NOT_YET = object()
@@ -128,20 +126,3 @@ class FetchedBatches:
         several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
         passed: Sequence[int] = build(loop, loop._build_kwargs(0, 1, 2 if several else None), self._name)
         return passed
-
-    @contextmanager
-    def as_if_at(self, fetched: Fetched) -> Iterator[None]:
-        """Around a run of the step ahead of the loop: the loop's counters are those that it will see."""
-        progress, position = self._loop.batch_progress, fetched.number - self.given
-        kept = [(each, vars(each).copy()) for each in (progress, progress.total, progress.current)]
-        for each in (progress.total, progress.current):
-            each.ready, each.started = each.ready + position + 1, each.started + position + 1
-            each.processed, each.completed = each.processed + position, each.completed + position
-        progress.is_last_batch = fetched.last
-        try:
-            with replaced(self._module, "_current_fx_name", self._name):
-                yield
-        finally:
-            for each, before in kept:
-                vars(each).clear()
-                vars(each).update(before)

@@ -186,8 +186,7 @@ class EvaluationStream:
             self._steps.run_stage(run, action.stage, perform)
         else:
             try:
-                with self._batches.as_if_at(fetched):
-                    self._steps.run_stage(run, action.stage, perform)
+                self._steps.run_stage(run, action.stage, perform)
             except Exception as error:
                 if fetched.number > self._batches.given:
                     error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))

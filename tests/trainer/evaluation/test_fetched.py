@@ -1,4 +1,4 @@
-"""Batches that are fetched before the loop asks for them come in order, and their steps see the loop's counters."""
+"""Batches that are fetched before the loop asks for them come in order."""
 
 from __future__ import annotations
 
@@ -53,18 +53,3 @@ def test_the_error_of_the_loader_comes_behind_the_batches_before_it(batches: tup
     assert [fetched.give().number, fetched.give().number] == [0, 1]
     with pytest.raises(OSError, match="this row"):
         fetched.give()
-
-
-@pytest.mark.parametrize("batches", [(3,)], indirect=True)
-def test_a_step_ahead_of_the_loop_sees_the_counters_of_its_batch(batches: tuple[FetchedBatches, Any]) -> None:
-    fetched, loop = batches
-    fetched.give()
-    loop.batch_progress.increment_ready()
-    for step in ("started", "processed", "completed"):
-        getattr(loop.batch_progress, f"increment_{step}")()
-    with fetched.as_if_at(fetched.find(2)):  # type: ignore[arg-type]
-        current = loop.batch_progress.current
-        assert (current.ready, current.started, current.processed, current.completed) == (3, 3, 2, 2)
-        assert loop.batch_progress.is_last_batch
-    assert (loop.batch_progress.current.ready, loop.batch_progress.current.completed) == (1, 1)
-    assert not loop.batch_progress.is_last_batch
