@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
 from lightning_pipe.errors import ConfigurationError
@@ -25,8 +24,8 @@ class ScriptLauncher(SubprocessLauncher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        """Whether an interactive session can use it; `check_interactive` has refused those that cannot."""
-        return True
+        """Whether a session that has no script can use it: no other process would run one."""
+        return self.num_processes * self.num_nodes == 1
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any | None = None, **kwargs: Any) -> Any:
@@ -57,27 +56,6 @@ class ScriptLauncher(SubprocessLauncher):
         finally:
             del os.environ[CHILD]
         Children(self.procs)
-
-
-def check_interactive(processes: int, environment: ClusterEnvironment) -> None:
-    """Refuse to start other processes from a session that has no script for them to run.
-
-    Args:
-        processes: processes of the run.
-        environment: tells whether somebody else starts them.
-
-    Raises:
-        ConfigurationError: a notebook, IPython or ``python -i`` asks for several processes.
-    """
-    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    if interactive and processes > 1 and not environment.creates_processes_externally:
-        raise ConfigurationError(
-            f"The pipeline needs {processes} processes, and each of them runs the training script from its beginning; "
-            "an interactive session (a notebook, IPython, python -i) has no script that they could run.",
-            hint="Write the code into a file and run that: in a notebook begin the cell with %%writefile train.py, "
-            "and run !python train.py in the next one. To look at a pipeline within this session use one process: "
-            f"Trainer(devices=1, strategy=PipeStrategy(stages={processes})).",
-        )
 
 
 def _check_sweep() -> None:

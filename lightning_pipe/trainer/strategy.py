@@ -45,7 +45,7 @@ from lightning_pipe.trainer.checkpoints.divided import Checkpoints
 from lightning_pipe.trainer.children import end_with_parent
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.divided_module import DividedModule
-from lightning_pipe.trainer.launcher import ScriptLauncher, check_interactive
+from lightning_pipe.trainer.launcher import ScriptLauncher
 from lightning_pipe.trainer.model_sharding import ModelSharding
 from lightning_pipe.trainer.processes import Processes
 from lightning_pipe.trainer.report import counts_of
@@ -264,7 +264,6 @@ class PipeStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         end_with_parent()
         assert self.cluster_environment is not None
-        check_interactive(self.processes_here * self.num_nodes, self.cluster_environment)
         self._launcher = ScriptLauncher(self.cluster_environment, self.processes_here, self.num_nodes)
 
     def set_world_ranks(self) -> None:
