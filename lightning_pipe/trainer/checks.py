@@ -14,12 +14,10 @@ from lightning.pytorch import plugins
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     ModelPruning,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipe.config import Sharding
@@ -199,15 +197,6 @@ def check_copies(trainer: Any, module: pl.LightningModule) -> None:
                 "over the ranks.",
                 hint="Build the layers in __init__ instead of setup or configure_model, or leave the callback out.",
             )
-
-
-def warn_of_checkpoints_on_exception(trainer: Any) -> None:
-    """`OnExceptionCheckpoint` would need the other ranks, which an error ends as well."""
-    if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):
-        rank_zero_warn(
-            "OnExceptionCheckpoint writes nothing when a rank fails: the stages of the others cannot be gathered any "
-            "more. Use ModelCheckpoint(every_n_train_steps=...), whose last file is there to resume from."
-        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:

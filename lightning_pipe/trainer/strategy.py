@@ -331,8 +331,6 @@ class PipeStrategy(ParallelStrategy):
         assert self._divided is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if fitting and self.pipeline_parallel_size > 1:
-            checks.warn_of_checkpoints_on_exception(trainer)
         run = self._divided.complete(self._gather_limit)
         construction.settle(run.pipeline.module)
         self.model = self.precision_plugin.convert_module(self.model)

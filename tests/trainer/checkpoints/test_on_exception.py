@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_pipe import PipeStrategy
-from lightning_pipe.trainer.checks import warn_of_checkpoints_on_exception
 from tests.support.lit_modules import Data, Lit
 from tests.support.trainer_runs import QUIET
 
@@ -43,7 +41,10 @@ def test_a_single_stage_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature(
-    "Callbacks", "OnExceptionCheckpoint", "differs", "nothing is written when a rank fails; a warning says so before"
+    "Callbacks",
+    "OnExceptionCheckpoint",
+    "differs",
+    "when a rank of several fails nothing is written, and a warning says so",
 )
 def test_what_cannot_be_gathered_is_not_written_and_said(tmp_path: Path) -> None:
     with (
@@ -52,8 +53,3 @@ def test_what_cannot_be_gathered_is_not_written_and_said(tmp_path: Path) -> None
     ):
         trainer(tmp_path, save_distributed_checkpoint=True).fit(Fails().double(), datamodule=Data())
     assert not list(tmp_path.iterdir())
-
-
-def test_several_stages_are_warned_of_before_the_first_batch() -> None:
-    with pytest.warns(UserWarning, match="Use ModelCheckpoint"):
-        warn_of_checkpoints_on_exception(SimpleNamespace(callbacks=[OnExceptionCheckpoint(".")]))
