@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.batches.loss_checks import LossChecks
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches
@@ -33,7 +32,6 @@ from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingB
 from lightning_pipe.warn_once import WarnOnce
 
 Context = Callable[[], AbstractContextManager[None]]
-_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_pipe.")
 
 
 class UserStep:
@@ -215,18 +213,13 @@ class UserStep:
         )
 
     def warn_of_list(self, place: str) -> None:
-        """Warn about an output that hooks get as a list, if there are hooks that may look at it."""
-        trainer: Any = self.module.trainer
-        users = [one for one in trainer.callbacks if not type(one).__module__.startswith(_LIGHTNING)]
-        if is_overridden("on_train_batch_end", self.module) or any(
-            is_overridden("on_train_batch_end", one, pl.Callback) for one in users
-        ):
-            self._warn(
-                f"list {place}",
-                f"training_step returns outputs{place}, of which it is not known how the values of micro-batches make "
-                "that of the batch: on_train_batch_end gets a list with one entry for each micro-batch. Known are "
-                "tensors and lists with one entry for each sample, means over samples, and what is the same for all.",
-            )
+        """Warn about an output that hooks get as a list."""
+        self._warn(
+            f"list {place}",
+            f"training_step returns outputs{place}, of which it is not known how the values of micro-batches make that "
+            "of the batch: on_train_batch_end gets a list with one entry for each micro-batch. Known are tensors and "
+            "lists with one entry for each sample, means over samples, and what is the same for all.",
+        )
 
     def warn_of_windows(self, micro_batches: int) -> None:
         """Warn about metrics over the last updates, of which a batch now makes several."""
