@@ -32,8 +32,6 @@ _COMPLETE = ".metadata"
 """The file that torch writes last."""
 MODEL, MODEL_PARALLEL = "model", "state_dict"
 """Where the module's state is: where ranks have whole parameters, and where several divide each."""
-_EARLIER = {"checkpoint", "values", "tensors", "like"}
-"""What was in ``meta.pt`` before folders had the layout of Lightning's."""
 
 
 def is_folder(path: str) -> bool:
@@ -85,11 +83,6 @@ def load(path: str, holds: Callable[[str], bool], weights_only: bool | None) -> 
             hint="The run that wrote it ended before it was done. Resume from another checkpoint.",
         )
     rest: dict[str, Any] = file.read(os.path.join(path, REST), weights_only)
-    if rest.keys() >= _EARLIER:
-        raise CheckpointError(
-            f"The folder {path} was written by an earlier version of lightning-pipe, whose layout was another one.",
-            hint="With that version make a file of it, and resume from the file: lightning-pipe consolidate FOLDER",
-        )
     try:
         states = _states(path, holds)
     except (CheckpointException, pickle.UnpicklingError, RuntimeError, OSError, EOFError, LookupError) as error:
