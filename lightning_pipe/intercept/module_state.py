@@ -108,18 +108,6 @@ def generator_state(generator: Any) -> bytes:
     return pickle.dumps(_parts(generator))
 
 
-def set_generator_state(generator: Any, state: bytes) -> None:
-    """Let a generator be in a state that `generator_state` has told."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(pickle.loads(state))
-    else:
-        generator.bit_generator.state = pickle.loads(state)
-
-
 def _parts(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()

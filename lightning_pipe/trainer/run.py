@@ -287,11 +287,7 @@ class PipelineRun:
         return outputs, before
 
     def _again(self, step: StepOfBatch) -> str:
-        """Why a batch that has run must run again, as seen on any rank; or nothing. Collective over all processes.
-
-        Raises:
-            CutError: it has taken from what does not give the same again.
-        """
+        """Why a batch that has run must run again, as seen on any rank; or nothing. Collective over all processes."""
         common = self._step
         assert common is not None
         checks = common.checks
@@ -307,7 +303,6 @@ class PipelineRun:
         elif step.micro_batches.compared:
             why = self._splitter.learn(step.micro_batches, [each for _, each in seen if each is not None])
         if why:
-            common.check_may_run_again(training=True)
             common.attributes.of_layers.take()  # those of this run do not count
         return why
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +21,7 @@ from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.attribute_sync import AttributeSync
-from lightning_pipe.trainer.own_sources import SourcesOfRun, taken_again
+from lightning_pipe.trainer.own_sources import untouched
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
 from lightning_pipe.trainer.step_report import StepReport, known_outputs, losses_of
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, combine, merge
@@ -74,8 +73,6 @@ class UserStep:
         self.summed = loss_weight == "sum"
         self._world, self.channel = world, channel
         self.in_turns, self._may_repeat = set[str](), False
-        # in training and in evaluations: what runs that may have to be repeated have taken from sources of the module
-        self._taken: dict[bool, set[str]] = {True: set(), False: set()}
         self._warn = WarnOnce()
 
     @contextmanager
@@ -117,15 +114,15 @@ class UserStep:
         complete = not (self.pipeline.ends_early or self._may_repeat or again)
         pipes = micro_batches > 1 and self.pipeline.family.pipes > 1 and not again
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
-        watched = again or compared or self._may_repeat or (pipes and self.attributes.several)
-        taking = self._taking(training, again=again, pipes=pipes) if watched else nullcontext()
+        watched = again or compared or is_alone() or self._may_repeat or (pipes and self.attributes.several)
+        taking = untouched(self.attributes.tracked) if watched else nullcontext()
         if complete:
             with noting_hooks, taking:
                 yield
             return
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
         kept = self.attributes.at_begin if micro_batches == 1 and not (training or again) else None
-        # what stands in the place of iterators is no change; what has been taken from them is put back behind the rest
+        # what stands in the place of iterators is no change
         with taking, noting_hooks, self.metrics.remembered() as metrics:
             kept = kept or self.attributes.tracked.capture()
             try:
@@ -140,38 +137,6 @@ class UserStep:
                     kept.undo(for_now=again and not is_alone())
                     for states in metrics.values():
                         states.undo()
-
-    @contextmanager
-    def _taking(self, training: bool, *, again: bool, pipes: bool) -> Iterator[None]:
-        """Around a run of the step of which nobody compares what it takes from generators and iterators.
-
-        Raises:
-            CutError: it has taken something that the run before it has taken, or other pipes take.
-        """
-        run = SourcesOfRun(self.attributes.tracked)
-        try:
-            yield
-        finally:
-            taken = run.end()
-            if is_alone():
-                run.put_back()
-            elif not again:
-                self._taken[training] |= taken
-            # what ends a run early is a BaseException; an error of the user's step says more than this one
-            if taken and (again or pipes) and not (is_alone() or isinstance(sys.exception(), Exception)):
-                if again:
-                    raise taken_again(min(taken), "runs again in the backward pass", "recompute='never'")
-                why = "the schedule lets several ranks complete steps: each would see the numbers from the beginning"
-                raise taken_again(min(taken), why, "a schedule with one pipe, such as 1f1b")
-
-    def check_may_run_again(self, *, training: bool) -> None:
-        """A batch has to run again.
-
-        Raises:
-            CutError: it has taken from what does not give the same again.
-        """
-        for name in sorted(self._taken[training]):
-            raise taken_again(name, "the batch has to run again: its runs would see different numbers")
 
     def exchange(
         self, report: StepReport | None, ranks: Sequence[int], *, send_outputs: bool = True

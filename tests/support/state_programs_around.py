@@ -240,6 +240,10 @@ class DataModuleInAHook(OfADataModule):
 # ------------------------------------------------------------------ iterators, generators, clocks
 
 
+OWN = rf"self\.(items|generator)|{STALE}"
+"""Runs that nobody compares may take nothing from these; other stages would take other items."""
+
+
 class Items(Base):
     remedy = "ItemsInAHook"
 
@@ -247,19 +251,13 @@ class Items(Base):
         self.items = iter([1.0 + 0.01 * number for number in range(1000)])
 
 
-@program(
-    MICRO_BATCHES,
-    train_interleaved=STALE,
-    train_chimera=r"self\.items",
-    train_recompute=r"self\.items",
-    evaluate_interleaved=STALE,
-)
+@program(MICRO_BATCHES, train=OWN, evaluate=OWN)
 class ItemsBefore(Items):
     def before(self, x: Tensor) -> Tensor:
         return x * next(self.items)
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.items")
+@program(MICRO_BATCHES, train=OWN, evaluate=OWN)
 class ItemsBehind(Items):
     def behind(self, out: Tensor) -> Tensor:
         return super().behind(out) * next(self.items)
@@ -279,13 +277,7 @@ class ItemsInAHook(Items):
         return x * self.item
 
 
-@program(
-    MICRO_BATCHES,
-    train_interleaved=STALE,
-    train_chimera=r"self\.generator",
-    train_recompute=r"self\.generator",
-    evaluate_interleaved=STALE,
-)
+@program(MICRO_BATCHES, train=OWN, evaluate=OWN)
 class OwnGeneratorBefore(Base):
     remedy = "ItemsInAHook"
 
@@ -296,7 +288,7 @@ class OwnGeneratorBefore(Base):
         return x + torch.rand((), generator=self.generator)
 
 
-@program(MICRO_BATCHES, train_chimera=r"self\.generator")
+@program(MICRO_BATCHES, train=OWN, evaluate=OWN)
 class OwnGeneratorBehind(Base):
     remedy = "NoiseBefore"
 

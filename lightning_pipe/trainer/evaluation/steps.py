@@ -163,7 +163,6 @@ class EvaluationSteps:
                 leave()
                 self.waiting.add(run.name)
             leave = None
-            self.user_step.check_may_run_again(training=False)
             # the layers have run for this batch, and in a stream for later ones, whose steps all run again
             for before in reversed(self._before):
                 before.undo()
