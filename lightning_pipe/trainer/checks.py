@@ -24,6 +24,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.partition import Balance
 from lightning_pipe.sharding.refusals import in_parts
 from lightning_pipe.trainer.world import World
 
@@ -115,7 +116,7 @@ def check_sharding(shard_optimizer: Sharding, tensor_parallel_size: int, paralle
         )
 
 
-def check_automatic(passes: int, stages: int | str) -> None:
+def check_automatic(passes: int, stages: int | str, balance: Balance) -> None:
     """Refuse what does not go with ``schedule="auto"``.
 
     Raises:
@@ -126,6 +127,11 @@ def check_automatic(passes: int, stages: int | str) -> None:
     if stages != "auto":
         raise ConfigurationError(
             f'schedule="auto" chooses the stages as well, got stages={stages}.', hint="Leave out one of the two."
+        )
+    if isinstance(balance, Sequence) and not isinstance(balance, str):
+        raise ConfigurationError(
+            f'schedule="auto" chooses the number of stages as well, got balance={list(balance)}.',
+            hint='Name a schedule, such as "1f1b", or leave balance out.',
         )
 
 

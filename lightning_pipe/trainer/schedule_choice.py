@@ -13,16 +13,14 @@ from torch import nn
 from lightning_pipe import schedules
 from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto, Sharding, divided
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.partition import Balance, Layers, divide, find_layers
+from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.layer_sizes import estimated
-from lightning_pipe.planning.options import Cut
 from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.planning.search import search, usual
 from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.text import several
 
 AUTO = "auto"
 
@@ -59,7 +57,6 @@ def choose(
     device: torch.device,
     processes: int = 1,
     recompute: Recompute = "never",
-    balance: Balance = "time",
     *,
     in_parts: bool = False,
 ) -> ScheduleChoice:
@@ -67,7 +64,8 @@ def choose(
 
     The size of the batch is not known yet: micro-batches are as many as ``micro_batches="auto"`` makes of a large
     batch, and as small as those that were measured. What sizes there are, replicas and the batch stay as they are.
-    What does not fit by a measured profile gets a sharded optimizer, or recomputation.
+    Stages are cut so that the slowest one is fastest, or close by. What does not fit by a measured profile gets a
+    sharded optimizer, or recomputation.
 
     Args:
         module: the module, whose profile may be stored.
@@ -77,11 +75,10 @@ def choose(
         device: of this process.
         processes: on this host.
         recompute: as the user wants it; "never" leaves it open.
-        balance: as the user wants it: stages are predicted as the run will cut them.
         in_parts: whether several processes divide parameters.
 
     Raises:
-        ConfigurationError: the layers are not there yet, or no schedule has as many stages as ``balance``.
+        ConfigurationError: the layers are not there yet.
     """
     try:
         sequence = find_layers(module, layers, ranks)
@@ -109,7 +106,6 @@ def choose(
         number * min(profile.sizes),
         pipeline_parallel_size=ranks,
         micro_batches=[number],
-        cut=_cut(module, sequence, ranks, balance),
         families=usual(in_parts=in_parts),
         shown=2,
     )
@@ -119,26 +115,6 @@ def choose(
         # A prediction that nothing fits is no reason not to try.
         return replace(_choice(look(), source, "always"), reason=f"{error.message} By {source}")
     return _choice(found, source, recompute)
-
-
-def _cut(module: nn.Module, layers: Layers, ranks: int, balance: Balance) -> Cut | None:
-    """The layers of every stage by the number of stages, as `StageDivision` will cut them."""
-    if balance in ("time", "memory"):
-        return None  # so that the slowest stage is fastest, or close by
-
-    def cut(stages: int) -> list[int] | None:
-        if isinstance(balance, Sequence) and not isinstance(balance, str) and len(balance) != stages:
-            return None
-        return divide(module, layers, stages, balance)
-
-    tried = (cut(stages) for stages in range(ranks, len(layers) + 1, ranks))
-    if all(each is None for each in tried):
-        raise ConfigurationError(
-            f'schedule="auto": balance={balance} has {several(len(list(balance)), "stage")}, and a pipeline of '  # type: ignore[arg-type]
-            f"{several(ranks, 'rank')} has a multiple of that.",
-            hint="Give the layers of as many stages as there are ranks.",
-        )
-    return cut
 
 
 def _choice(found: SearchResult, source: str, recompute: Recompute) -> ScheduleChoice:

@@ -168,7 +168,7 @@ class PipeStrategy(ParallelStrategy):
         checks.check_options(timeout, reduce_dtype, passes, gather_limit)
         checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
         if self._auto:
-            checks.check_automatic(passes, stages)
+            checks.check_automatic(passes, stages, balance)
         self.processes, self.num_nodes = Processes(), 1
         family = schedules.get("1f1b" if self._auto else schedule)
         self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
@@ -310,7 +310,7 @@ class PipeStrategy(ParallelStrategy):
         own, ranks, module = self._stages, self.layout.pipeline_parallel_size, self.lightning_module
         assert module is not None
         divides = self.sharding.at_once(module)
-        of_user = own.micro_batches, self.root_device, self.processes_here, own.recompute, own.balance
+        of_user = own.micro_batches, self.root_device, self.processes_here, own.recompute
         found = schedule_choice.choose(module, own.layers, ranks, *of_user, in_parts=divides)
         self._choice, self.family, self._layout = found, found.family, None
         # the most that can be divided stays

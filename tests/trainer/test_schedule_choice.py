@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_pipe import CostProfile, PipeStrategy, schedules
-from lightning_pipe.errors import ConfigurationError, PartitionError
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SizeCosts
 from lightning_pipe.planning.profile_store import ProfileStore
@@ -95,25 +95,6 @@ def test_what_does_not_fit_is_computed_again(cache: Path, monkeypatch: pytest.Mo
     assert chosen(3e6).recompute == "never"
 
 
-def test_stages_are_predicted_as_the_run_will_cut_them(cache: Path) -> None:
-    """A choice of two stages on each rank cannot be cut by the layers of four stages."""
-    store(net(), cache, message=1e-9, reduce=10)
-    assert choose(net(), None, 4, 8, CPU).family.stages_per_rank == 2
-    even, uneven = (choose(net(), None, 4, 8, CPU, balance=each) for each in ([2] * 4, [5, 1, 1, 1]))
-    assert even.family.stages_per_rank == uneven.family.stages_per_rank == 1
-
-    def seconds(choice: ScheduleChoice) -> float:
-        return float(choice.reason.split(": ")[1].split(" ms")[0])
-
-    # the first stage has five of eight layers, each 3 ms for each of eight micro-batches
-    assert seconds(uneven) >= 8 * 5 * 3 > seconds(even)
-    assert choose(net(), None, 4, 8, CPU, balance=[1] * 8).family.stages_per_rank == 2
-    with pytest.raises(ConfigurationError, match=r"balance=\[3, 3, 2\] has 3 stages, and a pipeline of 4 ranks"):
-        choose(net(), None, 4, 8, CPU, balance=[3, 3, 2])
-    with pytest.raises(PartitionError):
-        choose(net(), None, 4, 8, CPU, balance=[3, 3, 3, 3])
-
-
 def test_no_stage_is_computed_on_two_ranks_where_parameters_are_divided(cache: Path) -> None:
     store(net(), cache, message=1e-9)
     assert choose(net(), None, 4, 8, CPU).family.name == "dualpipe"
@@ -136,6 +117,8 @@ def test_one_rank_needs_no_choice_and_layers_must_be_there() -> None:
         choose(nn.Linear(2, 2), None, 2, "auto", CPU)
     with pytest.raises(ConfigurationError, match="chooses the stages as well, got stages=4"):
         PipeStrategy(schedule="auto", stages=4)
+    with pytest.raises(ConfigurationError, match=r"chooses the number of stages as well, got balance=\[2, 2\]"):
+        PipeStrategy(schedule="auto", balance=[2, 2])
 
 
 def test_ranks_that_choose_differently_are_refused() -> None:
