@@ -102,21 +102,13 @@ class Processes:
             exception.code = 128 + signal.SIGTERM
             if getattr(rank_zero_only, "rank", 0) == 0:
                 reason = "it was asked to by SIGTERM." if board is None or board.failure is None else board.failure
-                joined_threads.tell(f"{self._place} The run ends: {reason}")
+                joined_threads.tell(f"The run ends: {reason}")
         if board is not None:
             kind: Kind = next((kind for kind, told in ENDINGS.items() if isinstance(exception, told)), "error")
             board.fail(exception, kind)
         if isinstance(exception, CommunicationError):
             # it quotes the process that failed: where this one waited says nothing more
             exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
-
-    @property
-    def _place(self) -> str:
-        """How far the training has come."""
-        trainer = self._trainer
-        if trainer is None:
-            return "Before the first batch."
-        return f"Epoch {trainer.current_epoch}, step {trainer.global_step}."
 
     def finish(self) -> None:
         """End a run on all processes: an error of one of them after the last batch is one of all."""
