@@ -6,7 +6,6 @@ import os
 import sys
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from typing_extensions import override
@@ -28,7 +27,7 @@ class ScriptLauncher(SubprocessLauncher):
         return self.num_processes * self.num_nodes == 1
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any | None = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         # as Lightning 2.6, whose own observer kills this process within five seconds of a child's failure: before it
         # can say why, while it writes a checkpoint, and with another exit code than that of its own error
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -36,12 +35,9 @@ class ScriptLauncher(SubprocessLauncher):
             self._call_children_scripts()
         set_threads(num_processes=self.num_processes)
         Children.failed = True  # until it has come to its end
-        with ExitStack() as during:
-            if trainer is not None:
-                during.enter_context(leaving_with_others(trainer))
+        with leaving_with_others(trainer):
             result = function(*args, **kwargs)
-            if trainer is not None:
-                trainer.strategy.processes.finish()
+            trainer.strategy.processes.finish()
         Children.failed = False
         return result
 
