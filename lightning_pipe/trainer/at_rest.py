@@ -128,25 +128,6 @@ def resume_divided(module: nn.Module, layers: Layers, transport: Transport, stag
     return pipeline
 
 
-def check_may_gather(module: nn.Module, limit: int) -> None:
-    """Refuse to divide a large module anew, for which every rank would need all of it.
-
-    Args:
-        module: the LightningModule.
-        limit: bytes of the largest module that every rank may hold.
-
-    Raises:
-        ConfigurationError: the module is larger.
-    """
-    if (size := size_of(module)) > limit:
-        raise ConfigurationError(
-            f"{type(module).__name__} ({memory(size)}) has got other layers since they were divided over the ranks: to "
-            "divide it anew, every process needs the whole module.",
-            hint="Build and wrap the layers in __init__ or configure_model, not in setup. Or allow it, with the memory "
-            f"for it: PipeStrategy(gather_limit={size})",
-        )
-
-
 def refuse_export(module: nn.Module) -> None:
     """Let the Hugging Face models in a divided module refuse ``save_pretrained``, which needs all of them.
 

@@ -21,7 +21,7 @@ from lightning_pipe.partition.calls import CallStore
 from lightning_pipe.patches import unheard
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
-from lightning_pipe.trainer.at_rest import check_may_gather, forget, refuse_export, resume_divided
+from lightning_pipe.trainer.at_rest import forget, refuse_export, resume_divided
 from lightning_pipe.trainer.checks import check_copies
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.report import Report
@@ -73,11 +73,8 @@ class DividedModule:
             check_copies(self._module.trainer, self._module)
             self.divide(later=True)
 
-    def complete(self, gather_limit: int) -> PipelineRun:
+    def complete(self) -> PipelineRun:
         """Divide the module as it is when all hooks that build it have run. Collective.
-
-        Args:
-            gather_limit: bytes of the largest module that every rank may hold whole.
 
         Raises:
             PartitionError: layers are missing.
@@ -88,16 +85,15 @@ class DividedModule:
         elif self._known != (known := names_of(self._module, self._options.layers)):
             # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
             same = known[1] == self._known[1]
-            self.divide(later=False, before=self._kept(self.run.pipeline, gather_limit, same=same))
+            self.divide(later=False, before=self._kept(self.run.pipeline, same=same))
         assert self.run is not None
         return self.run
 
-    def _kept(self, pipeline: Pipeline, limit: int, *, same: bool) -> Pipeline | None:
+    def _kept(self, pipeline: Pipeline, *, same: bool) -> Pipeline | None:
         """The division to go on with; with other layers than before the module is whole again. Collective."""
         DeferredBatchNorm.revert(self._module)
         if pipeline.whole or same:
             return None if pipeline.whole else pipeline
-        check_may_gather(self._module, limit)
         pipeline.restore()
         return None
 

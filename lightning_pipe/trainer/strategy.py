@@ -331,7 +331,7 @@ class PipeStrategy(ParallelStrategy):
         assert self._divided is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        run = self._divided.complete(self._gather_limit)
+        run = self._divided.complete()
         construction.settle(run.pipeline.module)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
