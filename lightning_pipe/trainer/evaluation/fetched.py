@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -110,19 +108,10 @@ class FetchedBatches:
             fetched.item = (None, number, loader)
         return fetched.batch
 
-    def arguments_of_current(self, *_: Any) -> tuple[Any, ...]:
-        """What the loop passes to the step: in the place of the method that inspects its signature for each batch."""
-        assert self.current is not None
-        return self._arguments(self.current)
-
     def _arguments(self, fetched: Fetched) -> tuple[Any, ...]:
-        given = (self.moved(fetched), *fetched.item[1:])
-        return tuple([given[place] for place in self._passed])
-
-    @cached_property
-    def _passed(self) -> Sequence[int]:
-        """Which of batch, number and loader the loop passes to the step."""
-        loop, build = self._loop, type(self._loop)._build_step_args_from_hook_kwargs
+        """What the loop will pass to the step."""
+        loop, (_, number, loader) = self._loop, fetched.item
         several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
-        passed: Sequence[int] = build(loop, loop._build_kwargs(0, 1, 2 if several else None), self._name)
-        return passed
+        known = loop._build_kwargs(self.moved(fetched), number, loader if several else None)
+        arguments: tuple[Any, ...] = loop._build_step_args_from_hook_kwargs(known, self._name)
+        return arguments

@@ -79,8 +79,6 @@ class EvaluationStream:
         channel.ahead = self._engine.lag
         self._changed.enter_context(replaced(self._loop, "_data_fetcher", self, gated=False))
         self._changed.enter_context(replaced(self._module.trainer.strategy, "batch_to_device", self._transferred))
-        arguments = self._batches.arguments_of_current
-        self._changed.enter_context(replaced(self._loop, "_build_step_args_from_hook_kwargs", arguments))
 
     def end(self) -> None:
         """End behind the last batch. Collective over all processes."""
