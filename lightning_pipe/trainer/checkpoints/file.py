@@ -15,9 +15,6 @@ from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.trainer.checkpoints.atomic_write import atomic_write
 
-_NOT_UNDERSTOOD = "compatible with your use case: WeightsUnpickler error:"
-"""How torch (2.13) begins what it says of a file that holds no pickled structure, as a page of text does not."""
-
 
 def is_ours(path: str | Path, io: CheckpointIO) -> bool:
     """Whether a file is one of Lightning's own on a local disk: others go through their plugin as they are."""
@@ -53,19 +50,10 @@ def read(path: str, weights_only: bool | None) -> Any:
             if "mmap" not in str(error):  # a file in torch's old format
                 raise
         return torch.load(path, map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        if _NOT_UNDERSTOOD in str(error) or "weights_only" not in str(error):
-            raise _unreadable(path, error) from None
-        error.add_note(f"The file is {path}.")
-        raise
-    except (RuntimeError, OSError, EOFError, LookupError, ValueError) as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: str, error: BaseException) -> CheckpointError:
-    size = os.path.getsize(path) if os.path.isfile(path) else 0
-    text = (str(error).rpartition(_NOT_UNDERSTOOD)[2].strip().splitlines() or [""])[0]
-    return CheckpointError(
-        f"{path} ({size:,} bytes) cannot be read as a checkpoint: {type(error).__name__}: {text}",
-        hint="It may be incomplete, or something else. Resume from another checkpoint.",
-    )
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, LookupError, ValueError) as error:
+        size = os.path.getsize(path) if os.path.isfile(path) else 0
+        raise CheckpointError(
+            f"{path} ({size:,} bytes) cannot be read as a checkpoint: {type(error).__name__}.",
+            hint="It may be incomplete, or something else: resume from another checkpoint. One that holds objects of "
+            "yours is read with weights_only=False, as the error above says.",
+        ) from error
