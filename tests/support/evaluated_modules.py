@@ -273,31 +273,6 @@ class Moved(Evaluated):
         return (batch[0] * 2.0, batch[1])
 
 
-class CountsInLayer(nn.Linear):
-    """A layer with a metric of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.rows = torchmetrics.SumMetric()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.rows.update(len(x))
-        return super().forward(x)
-
-
-class Watched(Evaluated):
-    """Has a metric in a layer, which is logged for each loader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[0] = CountsInLayer()
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        loss = super().validation_step(batch, batch_idx)
-        self.log("rows", self.model[0].rows)
-        return loss
-
-
 class Breaks(Evaluated):
     """Fails in one of its layers."""
 

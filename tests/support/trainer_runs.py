@@ -42,7 +42,6 @@ from tests.support.user_modules import (
     TwoTrainingSets,
     TwoValidationLoaders,
     TwoValidationSets,
-    Watching,
 )
 
 QUIET = {
@@ -165,7 +164,6 @@ CASES: dict[str, Case] = {
     "interleaved": Case(strategy={"schedule": "interleaved", "micro_batches": 4, "stages": 4}, **_CUT),
     "several_stages": Case(strategy={"schedule": "1f1b", "micro_batches": 3, "stages": 4}, **_CUT),
     "recomputed": Case(strategy={"recompute": "always", "micro_batches": 3}, **_CUT),
-    "metrics_in_layers": Case(Watching, strategy={"recompute": "always", "micro_batches": 3, "schedule": "gpipe"}),
     "two_loss_ranks": Case(strategy={"schedule": "chimera", "micro_batches": 4}, **_CUT),
     "configure_model": Case(BuiltInConfigureModel),
     "setup": Case(BuiltInSetup),

@@ -230,14 +230,14 @@ def test_one_error_ends_all_processes(how: str) -> None:
 
 
 def train_with_metrics_in_layers(process: int) -> None:
-    fit(Watching().double(), devices=2, schedule="chimera")
+    fit(Watching().double(), devices=2)
 
 
-def test_metrics_in_layers_with_several_pipes() -> None:
-    """With one pipe, and in the LightningModule, they are as on one device: see `test_fit`."""
+def test_metrics_in_layers_are_refused() -> None:
+    """In the LightningModule they are as on one device: see `test_fit`."""
     for ended in outcomes(train_with_metrics_in_layers, 2, timeout=40, group_timeout=None):
         assert isinstance(ended.error, ConfigurationError)
-        assert "'embed.seen' is part of a layer" in str(ended.error)
+        assert "'model.0.seen' is part of a layer" in str(ended.error)
         assert "Keep the metric in the LightningModule" in str(ended.error)
 
 

@@ -50,8 +50,6 @@ def _reasons(module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name
     for hook in _hooks_between(module, name):
         # it may change what the steps of later batches use, such as weights
         yield f"{hook} is called between two batches"
-    for metric in steps.user_step.metrics.in_layers:
-        yield f"the metric {metric!r} is part of a module that earlier stages run"
     replicas, loaders = pipeline.transport.topology.replicas > 1, loop._combined_loader.flattened
     if replicas and any(isinstance(loader, SharedDataLoader) and loader.compares for loader in loaders):
         yield "the replicas' loaders may differ in length"

@@ -16,7 +16,6 @@ from torchmetrics.wrappers import Running
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.interceptor import outside_modules
-from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.torch_internals import tree_map
@@ -32,8 +31,7 @@ _forward, _reset = Metric.forward, Metric.reset
 class Metrics:
     """The metrics of a LightningModule while a strategy runs it.
 
-    Metrics in layers, and in modules outside the sequence that hold parameters, are updated by the ranks that run them,
-    all others by those with a loss. Outside a step ``compute`` first gives all ranks of the pipeline the state of
+    The ranks with a loss update them. Outside a step ``compute`` first gives all ranks of the pipeline the state of
     these, so it must be called on all of them. They synchronise over the replicas alone. (torchmetrics would do so over
     all processes, most of which have seen nothing.)
 
@@ -43,52 +41,35 @@ class Metrics:
         replicas: the process group of this rank's replicas; ``None`` if there is one replica.
 
     Attributes:
-        in_layers: the names of metrics in layers, and in modules outside the sequence that hold parameters.
         windows: the metrics over the last updates (`torchmetrics.aggregation.RunningMean`) that steps have updated.
 
     Raises:
-        ConfigurationError: several pipes have copies of a metric.
+        ConfigurationError: a metric is part of what some ranks alone run.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> None:
         self._pipeline, self._replicas = pipeline, replicas
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
-        layers = [layer for _, layer in pipeline.layers]
-        self._outside = list(outside_modules(module, layers))
-        apart = [*layers, *(part for _, part in self._outside)]
-        self._real = {id(part) for root in apart for part in root.modules()}
-        self.in_layers = [name for metric, name in self.names.items() if metric in self._real]
-        if self.in_layers and pipeline.family.pipes > 1:
-            raise ConfigurationError(
-                f"The metric '{self.in_layers[0]}' is part of a layer, of which each pipe of the schedule "
-                f"'{pipeline.family.name}' has a copy: what the copies count is not what one device counts.",
-                hint="Keep the metric in the LightningModule, and update it in the step; or take a schedule with one "
-                "pipe, such as schedule='1f1b'.",
-            )
+        if len(pipeline.pipeline_members) > 1 and not pipeline.whole:
+            self._check_places(module)
         self._step = _OUTSIDE
         self._forwards = 0  # within how many calls of `Metric.forward` the code is, which computes the batch's value
         self._touched: dict[int, Snapshot] | None = None
-        self._again = False
         self._changed = ExitStack()
         self.windows: set[str] = set()
 
-    def _updaters(self, name: str) -> tuple[int, ...]:
-        """The ranks that update a metric."""
-        pipeline = self._pipeline
-        for stage, numbers in enumerate(pipeline.stage_layers):
-            if any(name.startswith(f"{pipeline.names[number]}.") for number in numbers):
-                return pipeline.holders(stage)
-        for path, part in self._outside:
-            if name.startswith(f"{path}."):
-                # the ranks that run a module are those that use its parameters
-                first = next((f"{path}.{inner}" for inner, _ in part.named_parameters()), None)
-                return pipeline.owners(first) if first and pipeline.ownership.settled else pipeline.loss_ranks
-        return pipeline.loss_ranks
-
-    @property
-    def _rank(self) -> int:
-        return self._pipeline.transport.rank
+    def _check_places(self, module: nn.Module) -> None:
+        """Refuse metrics in layers, and in modules outside the sequence that hold parameters."""
+        layers = [layer for _, layer in self._pipeline.layers]
+        outside = [part for _, part in outside_modules(module, layers) if not isinstance(part, Metric)]
+        for part in (part for root in (*layers, *outside) for part in root.modules()):
+            if isinstance(part, Metric):
+                raise ConfigurationError(
+                    f"The metric '{self.names[id(part)]}' is part of a layer, or of another module with parameters: "
+                    "the ranks that do not run it do not know what it counts.",
+                    hint="Keep the metric in the LightningModule, and update it in the step.",
+                )
 
     def install(self) -> None:
         """Take over synchronisation, and see what steps do to metrics."""
@@ -127,7 +108,7 @@ class Metrics:
     @contextmanager
     def remembered(self) -> Iterator[dict[int, Snapshot]]:
         """Around a run of the step: the states of the metrics that it changes, as they were before."""
-        self._touched, self._again = {}, is_recomputing()
+        self._touched = {}
         try:
             yield self._touched
         finally:
@@ -135,8 +116,6 @@ class Metrics:
 
     def _touch(self, metric: Metric) -> None:
         """Remember a metric's state before it changes: most runs that end early never come to a metric."""
-        if id(metric) in self._real and not self._again:
-            return  # the module that it is part of runs once, on the ranks that hold it
         if self._touched is not None and id(metric) not in self._touched:
             self._touched[id(metric)] = Snapshot({"": metric})
 
@@ -161,12 +140,11 @@ class Metrics:
 
     def _check_known(self, metric: Metric) -> None:
         """Raise where a step asks for the result of batches that this rank has not seen."""
-        name = self.names[id(metric)]
-        if self._step == _ALIKE or self._forwards or id(metric) in self._real or self._rank in self._updaters(name):
+        if self._step == _ALIKE or self._forwards or self._pipeline.is_loss_rank:
             return
         raise CutError(
-            f"the step computes the metric `self.{name}` before it calls the layers of later stages, and this rank "
-            "does not know what the metric has counted: the rank with the last stage updates it.",
+            f"the step computes the metric `self.{self.names[id(metric)]}` before it calls the layers of later stages, "
+            "and this rank does not know what the metric has counted: the rank with the last stage updates it.",
             hint="Compute it after the last layer, or in a hook such as on_validation_epoch_end.",
         )
 
@@ -185,9 +163,8 @@ class Metrics:
                 self._check_known(metric)
                 return compute(*args, **kwargs)
             mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
-            ranks = self._updaters(self.names[id(metric)])
-            updates = self._rank in ranks
             transport, members = self._pipeline.transport, self._pipeline.pipeline_members
+            ranks, updates = self._pipeline.loss_ranks, self._pipeline.is_loss_rank
             states = [transport.broadcast_object(mine, transport.peers[rank], members) for rank in ranks]
             if updates and len(states) == 1:
                 return compute(*args, **kwargs)

@@ -39,7 +39,6 @@ from tests.support.evaluated_modules import (
     Steps,
     Stream,
     Toggles,
-    Watched,
     Writer,
     loader,
     most,
@@ -62,7 +61,6 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "hooked": (Hooked, loader, {}),
     "moved": (Moved, loader, {}),
     "looks": (Looks, loader, {}),
-    "watched": (Watched, lambda: [loader(), loader(rows=9)], {}),
     "samples": (Samples, loader, {}),
     "modes": (Modes, loader, {}),
     "alternates": (Alternates, loader, {}),
@@ -72,7 +70,7 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "late": (Late, loader, {}),
     "off": (Evaluated, loader, {}),
 }
-WAITING = {"hooked", "moved", "watched", "off"}
+WAITING = {"hooked", "moved", "off"}
 """The cases that run batch by batch; all others stream."""
 DEPENDING = {"counted", "calibrated", "looks", "toggled", "scaled", "in_object", "late"}
 """The cases that stream until stages see that a batch depends on an earlier one."""
