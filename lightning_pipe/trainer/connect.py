@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
@@ -122,8 +121,7 @@ class _Meeting:
 
     def wait_for_all(self, store: Store) -> None:
         """Return when all processes have come to the store and know that they can reach each other."""
-        place = json.dumps({"host": socket.gethostname(), "network": _network(), "address": _gloo_address()})
-        store.set(f"here/{self.process}", place)
+        store.set(f"here/{self.process}", json.dumps([socket.gethostname(), _gloo_address()]))
         self._await(store, range(self.size))
         _check_addresses([json.loads(store.get(f"here/{number}")) for number in range(self.size)])
 
@@ -192,40 +190,26 @@ def _run_name() -> str:
     return "/".join(os.environ[name] for name in names if name in os.environ)
 
 
-def _network() -> str:
-    """The same for all processes that reach each other over the loopback interface."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
-
-
 def _gloo_address() -> str:
-    """Where others will reach this process over Gloo: at the first address of the host's own name (torch 2.13)."""
+    """Where others will reach this process over Gloo: at the address of its host's name (torch 2.13)."""
     if _INTERFACE in os.environ:
         return ""
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        return socket.gethostbyname(socket.gethostname())
     except OSError:
         return _LOOPBACK
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return str(address[0])
-    return _LOOPBACK
 
 
-def _check_addresses(places: list[dict[str, str]]) -> None:
-    """Raise, on all processes alike, if one on another host could not be reached."""
-    if len({place["network"] for place in places}) == 1:
-        return
-    for number, place in enumerate(places):
-        if place["address"] and ipaddress.ip_address(place["address"].split("%")[0]).is_loopback:
+def _check_addresses(places: list[tuple[str, str]]) -> None:
+    """Raise, on all processes alike, if one on another host could not be reached.
+
+    Args:
+        places: the name of the host of each process, and its address; empty: the user has named an interface.
+    """
+    for number, (host, address) in enumerate(places):
+        if len(dict(places)) > 1 and address and ipaddress.ip_address(address).is_loopback:
             raise ConfigurationError(
-                f"Process {number} could not be reached from other hosts: the name of its host, {place['host']}, "
-                f"stands for {place['address']} there.",
+                f"Process {number} could not be reached from other hosts: the name of its host, {host}, "
+                f"stands for {address} there.",
                 hint=f"Set {_INTERFACE} to the network interface between the hosts, such as eth0 (see `ip addr`).",
             )

@@ -65,15 +65,13 @@ def test_an_attempt_has_a_name_of_its_own_in_the_store_of_the_last() -> None:
         meeting(0, 0.3).attempt(server)
 
 
-def place(network: str, address: str) -> dict[str, str]:
-    return {"host": f"host of {network}", "network": network, "address": address}
-
-
 def test_a_host_that_others_cannot_reach_is_named() -> None:
-    connect._check_addresses([place("a", "127.0.0.1"), place("a", "127.0.0.1")])  # one host
-    connect._check_addresses([place("a", "10.0.0.1"), place("b", "")])  # the user has named an interface
-    with pytest.raises(ConfigurationError, match=r"Process 1 .* host of b, stands for 127\.0\.1\.1(.|\n)*GLOO_SOCKET"):
-        connect._check_addresses([place("a", "10.0.0.1"), place("b", "127.0.1.1")])
+    connect._check_addresses([("a", "127.0.0.1"), ("a", "127.0.0.1")])  # one host
+    connect._check_addresses([("a", "10.0.0.1"), ("b", "")])  # the user has named an interface
+    with pytest.raises(
+        ConfigurationError, match=r"Process 1 .* its host, b, stands for 127\.0\.1\.1(.|\n)*GLOO_SOCKET"
+    ):
+        connect._check_addresses([("a", "10.0.0.1"), ("b", "127.0.1.1")])
 
 
 def test_runs_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
