@@ -43,7 +43,7 @@ from lightning_pipe.trainer.rewind import Rewind
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
-from lightning_pipe.trainer.whole_model.finetuning import values_compared
+from lightning_pipe.trainer.whole_model.finetuning import known_by_identity
 from lightning_pipe.trainer.whole_model.logging import moved_once
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
@@ -126,7 +126,7 @@ class PipelineRun:
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._changed.enter_context(deciding_together(self._precision, self.pipeline))
         self._changed.enter_context(moved_once())
-        self._changed.enter_context(values_compared(self.pipeline))
+        self._changed.enter_context(known_by_identity())
         if fitting:
             self._changed.enter_context(self.loaders.order.kept())
             self._changed.callback(self.gradients.end)

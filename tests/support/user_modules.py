@@ -176,11 +176,7 @@ class Finetuned(callbacks.BaseFinetuning):
 
 
 class Thawed(Lit):
-    """Has an optimizer for what is trained at first. One of the layers that follow equals one of these."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[2].bias.data.fill_(0.0)  # as the norm's, which is trained from the start
+    """Has an optimizer for what is trained at first."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
