@@ -61,13 +61,13 @@ def test_sizes_costs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_pictures_traces_and_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(tmp_path / name) for name in ("x.png", "x.json", "x.csv")]
-    out = run(capsys, "interleaved", "--png", paths[0], "--trace", paths[1], "--csv", paths[2])
+def test_pictures_and_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in ("x.png", "x.csv")]
+    out = run(capsys, "interleaved", "--png", paths[0], "--csv", paths[1])
     assert [line for line in out.splitlines() if "wrote" in line] == [f"wrote {path}" for path in paths]
     assert all(Path(path).stat().st_size > 100 for path in paths)
-    assert read_csv(paths[2]).actions == Interleaved().build(4, 8).actions
-    assert "x: 4 ranks, 8 micro-batches" in run(capsys, paths[2])
+    assert read_csv(paths[1]).actions == Interleaved().build(4, 8).actions
+    assert "x: 4 ranks, 8 micro-batches" in run(capsys, paths[1])
 
 
 def test_recomputation_is_drawn_and_charged(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
             "'vmin' is 'zero_bubble' with variant='v_min', got variant='h2'",
         ),
         (["schedule", "gpipe", "--overlap", "nan"], "--overlap cannot be 'nan'"),
-        (["schedule", "compare", "--csv", "x.csv"], "it takes no --options, --trace and --csv"),
+        (["schedule", "compare", "--csv", "x.csv"], "it takes no --options and --csv"),
         (["schedule", "gpipe", "--profile", "x", "--send", "1"], "--profile has all times: leave --send away"),
         (["schedule", "gpipe", "--profile", "no.json"], "no.json is no profile that can be read"),
         (["schedule", "gpipe", "--micro-batch-size", "1"], "give --profile, too"),

@@ -31,7 +31,6 @@ def schedule(
     profile: str | None = None,
     micro_batch_size: int | None = None,
     png: str | None = None,
-    trace: str | None = None,
     csv: str | None = None,
 ) -> None:
     """Draw a schedule, simulate it and export it.
@@ -48,13 +47,12 @@ def schedule(
         profile: file of `lightning-pipe profile` with times in seconds, in the place of the times below.
         micro_batch_size: samples of a micro-batch, with a profile (default: the smallest measured).
         png: draw a picture (.png, .svg or .pdf), or all of them into this folder.
-        trace: write a trace for https://ui.perfetto.dev.
         csv: write the schedule in the format of torch's pipelining.
     """
     times = _times(replace(costs, recompute=recompute_time), profile, micro_batch_size)
     if name == COMPARE:
-        if options or trace or csv:
-            raise ConfigurationError("schedule compare shows all schedules: it takes no --options, --trace and --csv.")
+        if options or csv:
+            raise ConfigurationError("schedule compare shows all schedules: it takes no --options and --csv.")
         _compare(ranks, micro_batches, stages, times, recompute, profile, png)
         return
     family = schedules.get(name, **(options or {}))
@@ -68,7 +66,7 @@ def schedule(
     if profile is not None:
         timeline = replace(timeline, unit="s", title=f"{timeline.title}, {Path(profile).name}")
     print(timeline)
-    for path, write in ((png, timeline.plot), (trace, timeline.to_chrome_trace), (csv, own.to_csv)):
+    for path, write in ((png, timeline.plot), (csv, own.to_csv)):
         if path is not None:
             _write(path, write)
 

@@ -186,19 +186,6 @@ class Timeline:
 
         plot(self, path)
 
-    def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write the timeline for https://ui.perfetto.dev or chrome://tracing, in the Trace Event Format.
-
-        Args:
-            path: the JSON file. A simulation's unit of time is shown as a millisecond.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        from lightning_pipe.simulate.chrome_trace import write_chrome_trace
-
-        write_chrome_trace(self, path)
-
     def __str__(self) -> str:
         from lightning_pipe.simulate.terminal import draw
 

@@ -1,8 +1,7 @@
-"""Drawings: golden grids as text, and that pictures and traces say what the timeline says."""
+"""Drawings: golden grids as text, and that pictures say what the timeline says."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -78,12 +77,10 @@ def test_measured_times_are_drawn_to_scale() -> None:
     ]
 
 
-def test_a_measured_row_has_the_rank_of_its_process(tmp_path: Path) -> None:
+def test_a_measured_row_has_the_rank_of_its_process() -> None:
     events = [(0, "F", 0, 0, 0, 0.0, 1.0), (1, "F", 1, 0, 0, 1.0, 2.0)]
     measured = Timeline.of(events, unit="s", global_ranks=(1, 0))
     assert [line[:15] for line in draw(measured, width=60).splitlines()[1:3]] == ["rank 1: stage 0", "rank 0: stage 1"]
-    measured.to_chrome_trace(tmp_path / "x.json")
-    assert '"rank 1: stage 0"' in (tmp_path / "x.json").read_text()
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
@@ -165,21 +162,6 @@ def test_the_title_of_a_picture_has_the_bubble_ratio(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Axes, "set_title", lambda self, title, **_: titles.append(title))
     timeline_of("1f1b").plot(tmp_path / "x.png")
     assert titles == ["1f1b: 4 ranks, 8 micro-batches, bubble ratio 27.3 %"]
-
-
-def test_the_trace_has_a_slice_per_action_and_an_arrow_per_message(tmp_path: Path) -> None:
-    timeline = simulate(schedules.get("1f1b").build(ranks=2, micro_batches=3), Costs(1, 2, reduce=1))
-    timeline.to_chrome_trace(tmp_path / "x.json")
-    content = json.loads((tmp_path / "x.json").read_text())
-    events = content["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    assert len(slices) == len(timeline.events)
-    first = next(event for event in slices if event["name"] == "1B0")
-    assert (first["tid"], first["ts"], first["dur"]) == (1, 2000.0, 2000.0)
-    assert first["args"] == {"stage": 1, "micro_batch": 0, "pipe": 0}
-    assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) == 6
-    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"stage 0", "stage 1"}
-    assert "bubble ratio" in content["otherData"]["title"]
 
 
 if __name__ == "__main__":

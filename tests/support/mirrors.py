@@ -95,7 +95,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "undone": "sharding/test_fully_sharded",
     },
     "simulate": {
-        "chrome_trace": "simulate/test_drawing",
         "link": "simulate/test_costs",
         "plot": "simulate/test_drawing",
         "style": "simulate/test_drawing",
