@@ -19,7 +19,6 @@ from lightning_pipe.planning.memory import Held
 from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
-from lightning_pipe.planning.traffic import NodeTraffic, messages_of, node_traffic, step_sums
 from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.several_passes import several_passes
@@ -92,20 +91,20 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
         costs, memory = stage_costs(*given), stage_memory(*given)
         known = "the most that is held: weights, gradients, two optimizer moments, and activations"
     placement = {place: rank for place, rank in order.placement.items() if place[1] < stages}  # of one pass
+    topology = asked.topology(placement[0, stages - 1])
     made = assembled(
         module,
         layers,
         counts,
         placement,
-        asked.topology(placement[0, stages - 1]),
+        topology,
         label_of(family, asked.passes),
         equation,
-        order,
         division=replace(division, number_bytes=BYTES_PER_NUMBER),
         on_device=asked.accelerator == "gpu",
-        sent_bytes=BYTES_PER_NUMBER,
-        memory=memory,
     )
+    if memory is not None:
+        made = with_activations(made, topology, order, memory)
     idle = partial(predicted_bubble, build, stream=stream, costs=costs)
     total = sum(parameter.numel() for parameter in module.parameters())
     by = (f"balanced by {balance}",) if isinstance(balance, str) and balance not in (AUTO, "parameters") else ()
@@ -122,18 +121,15 @@ def assembled(
     topology: Topology,
     label: str,
     batch: BatchEquation | None,
-    schedule: Schedule | None,
     *,
     division: Division,
     on_device: bool,
-    sent_bytes: int | None = None,
-    memory: Memory | None = None,
     built: int = 0,
 ) -> Plan:
     """The plan of stages that are known, without the bubble.
 
     The order in which modules are registered decides on which stages it puts parameters outside the layers. The memory
-    is that of weights, gradients and two optimizer moments, with ``memory`` also that of activations.
+    is that of weights, gradients and two optimizer moments.
 
     Args:
         module: the whole module.
@@ -143,11 +139,8 @@ def assembled(
         topology: which process is which rank.
         label: the schedule in words.
         batch: of the first batch; ``None``: its size is not known.
-        schedule: of that batch.
         division: what the holders of a parameter divide, and tensor ranks.
         on_device: whether devices have memory of their own.
-        sent_bytes: bytes of a number in sums of gradients; ``None``: as in each parameter.
-        memory: of the stages, where it has been measured.
         built: bytes that every process has built whole.
     """
     accumulation = 1 if batch is None else batch.accumulation
@@ -156,33 +149,16 @@ def assembled(
     for stage, own in enumerate(held.stages):
         for one in own:
             seen.setdefault(one.name, []).append(stage)
-    traffic: tuple[NodeTraffic, ...] = ()
-    if schedule is not None:
-        sizes = None if memory is None else [float(memory.at(stage).messages) for stage in range(len(counts))]
-        traffic = node_traffic(
-            topology,
-            messages_of(schedule, accumulation),
-            step_sums(held, sent_bytes),
-            None if sizes is None else messages_of(schedule, accumulation, sizes),
-            shared=bool(division.sharding),
-        )
-    stages = stage_plans([name for name, _ in layers], counts, held)
-    processes = held.processes(built=built, on_device=on_device)
-    if schedule is not None and memory is not None:
-        stages = with_activations(stages, schedule, memory)
-        most = rank_bytes(schedule, memory)  # its stages do not hold most at the same time
-        processes = tuple(replace(one, step=round(most[topology.locate(one.process)[1]])) for one in processes)
     return Plan(
         type(module).__name__,
-        stages,
+        stage_plans([name for name, _ in layers], counts, held),
         RunLayout(topology.ranks, topology.replicas, len(counts), topology.tensor),
         label,
         batch,
         ties=tuple((name, tuple(stages)) for name, stages in seen.items() if len(stages) > 1),
         notes=division.notes,
-        memory=processes,
+        memory=held.processes(built=built, on_device=on_device),
         topology=topology,
-        traffic=traffic,
     )
 
 
@@ -209,18 +185,23 @@ def stage_plans(names: Sequence[str], counts: Sequence[int], held: Held) -> tupl
     return tuple(plans)
 
 
-def with_activations(plans: Sequence[StagePlan], schedule: Schedule, memory: Memory) -> tuple[StagePlan, ...]:
-    """The stages with the most activations that a rank holds for each of them, over all ranks that hold it."""
-    found = []
-    for plan in plans:
-        here = [int(stage == plan.stage) for stage in range(schedule.stages)]
-        own = memory.at(plan.stage)
+def with_activations(plan: Plan, topology: Topology, schedule: Schedule, memory: Memory) -> Plan:
+    """The plan with the most activations that a rank holds for each stage, over all ranks that hold it.
+
+    A rank's stages do not hold most at the same time: its processes have less than the sum of them.
+    """
+    stages = []
+    for one in plan.stages:
+        here = [int(stage == one.stage) for stage in range(schedule.stages)]
+        own = memory.at(one.stage)
         alone = Memory(
             activations=[own.activations * each for each in here], inputs=[own.inputs * each for each in here]
         )
         held = max(peak(points).activations for points in memory_over_time(schedule, alone))
-        found.append(replace(plan, bytes=plan.bytes + round(held)))
-    return tuple(found)
+        stages.append(replace(one, bytes=one.bytes + round(held)))
+    most = rank_bytes(schedule, memory)
+    processes = [replace(one, step=round(most[topology.locate(one.process)[1]])) for one in plan.memory]
+    return replace(plan, stages=tuple(stages), memory=tuple(processes))
 
 
 def predicted_bubble(

@@ -10,10 +10,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lightning_pipe.config import BatchEquation, RunLayout
+from lightning_pipe.config import BatchEquation, RankOrder, RunLayout
 from lightning_pipe.planning.bubble import IdleShares
 from lightning_pipe.planning.memory import ProcessMemory, memory_facts
-from lightning_pipe.planning.traffic import NodeTraffic, topology_facts
 from lightning_pipe.text import amount, memory, several
 from lightning_pipe.transport.topology import Topology
 
@@ -58,7 +57,6 @@ class Plan:
         notes: further lines.
         memory: what each process will need, in the order of their numbers.
         topology: which process is where; ``None``: all are on one node.
-        traffic: what a step sends between nodes, in this order of the ranks and in the other.
     """
 
     model: str
@@ -72,7 +70,6 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     memory: tuple[ProcessMemory, ...] = ()
     topology: Topology | None = None
-    traffic: tuple[NodeTraffic, ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -164,21 +161,6 @@ def closing_line(
     return line + (f"; measured are {idle}" if differ else "")
 
 
-def traffic_line(traffic: Sequence[NodeTraffic]) -> str:
-    """What has crossed from node to node in a step, and what would have in the other order of the ranks.
-
-    Args:
-        traffic: with the bytes of messages that were counted; this order first.
-
-    Example:
-        >>> print(traffic_line([NodeTraffic("pipeline", 0, 2**20, 0), NodeTraffic("replicas", 16, 0, 2**18)]))
-        Between nodes: 1 MiB in a step, and 256 KiB with rank_order="replicas"
-    """
-    first, *others = (memory((each.boundaries or 0) + each.sums) for each in traffic)
-    rest = [f'{size} with rank_order="{each.rank_order}"' for size, each in zip(others, traffic[1:], strict=True)]
-    return f"Between nodes: {', and '.join([f'{first} in a step', *rest])}"
-
-
 def memory_line(peaks: Sequence[tuple[int, int]]) -> str:
     """The line below it: the most memory that each process has had since it started.
 
@@ -225,6 +207,29 @@ def numbers(values: Sequence[int]) -> str:
     return ", ".join(shown if len(shown) <= 5 else [*shown[:3], "…", shown[-1]])
 
 
+_NEIGHBOURS: dict[RankOrder, str] = {
+    "pipeline": "the ranks of a pipeline are neighbours, for what stages send each other",
+    "replicas": "the holders of a stage are neighbours, for the sums of its gradients",
+}
+
+
+def node_facts(topology: Topology) -> list[tuple[str, str]]:
+    """Lines of the plan, where there are several nodes.
+
+    Example:
+        >>> for name, line in node_facts(Topology(2, 2, node_size=2)):
+        ...     print(f"{name}: {line}")
+        Nodes: node 0 has ranks 0, 1; node 1 has ranks 2, 3
+        : the ranks of a pipeline are neighbours, for what stages send each other
+    """
+    nodes = topology.nodes
+    if len(nodes) == 1:
+        return []
+    shown = [f"node {number} has rank{'s' * (len(node) > 1)} {numbers(node)}" for number, node in enumerate(nodes)]
+    facts = [("Nodes", "; ".join(shown if len(shown) < 5 else [*shown[:2], "…", shown[-1]]))]
+    return facts + [("", _NEIGHBOURS[topology.rank_order])] * (topology.replicas > 1)
+
+
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     layout = plan.layout
     ranks = several(layout.pipeline_parallel_size, "rank")
@@ -239,7 +244,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if len(plan.ties) > 8:
         facts.append(("", f"and {len(plan.ties) - 8} more parameters on several stages"))
     facts += memory_facts(plan.memory)
-    facts += [] if plan.topology is None else topology_facts(plan.topology, plan.traffic)
+    facts += [] if plan.topology is None else node_facts(plan.topology)
     facts += [("Carried", line) for line in plan.carried]
     facts += [("Note", line) for line in plan.notes]
     return facts

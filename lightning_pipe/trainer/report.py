@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +19,7 @@ from lightning_pipe.planning.batch_norms import norms_note
 from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.make import assembled, label_of, predicted_bubble
-from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text, traffic_line
-from lightning_pipe.planning.traffic import NodeTraffic, measured
+from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
 
@@ -54,12 +51,6 @@ def _bubble(pipeline: Pipeline, costs: Costs | None, micro_batches: int) -> floa
     return predicted_bubble(_schedule_of(pipeline), micro_batches, stream, costs)
 
 
-def _sent_size(pipeline: Pipeline) -> int | None:
-    """Bytes of a number in the sums of gradients; ``None``: as in each parameter."""
-    dtype = pipeline.reductions.dtype
-    return None if dtype is None else dtype.itemsize
-
-
 @dataclass
 class Report:
     """Prints the plan of a training run and its closing line, on process 0.
@@ -86,7 +77,6 @@ class Report:
     _samples: int = 0
     _micro_batches: int = 0
     _plan: Plan | None = None
-    _sent: Counter[int] = field(default_factory=Counter)
 
     def batch(self, micro_batches: MicroBatches, of_loaders: Callable[[], tuple[str, ...]], *, chosen: bool) -> None:
         """Note a training batch; the first one completes the plan, which is printed.
@@ -137,10 +127,8 @@ class Report:
             pipeline.transport.topology,
             label_of(pipeline.family, pipeline.passes),
             batch,
-            None if batch is None else _schedule_of(pipeline)(batch.micro_batches),
             division=division,
             on_device=pipeline.transport.device.type != "cpu",
-            sent_bytes=_sent_size(pipeline),
             built=self.built,
         )
         bubble = None if batch is None else _bubble(pipeline, self.costs, batch.micro_batches)
@@ -148,25 +136,12 @@ class Report:
         self.module.print(plan_text(plan))
         return plan
 
-    @contextmanager
-    def counted(self) -> Generator[None, None, None]:
-        """Around a training batch on several nodes: count what it sends to other stages."""
-        if len(self.pipeline.transport.topology.nodes) == 1:  # nobody asks
-            yield
-            return
-        sent = self.pipeline.training_executor.exchange.sent
-        before = Counter(sent)
-        yield
-        if self._batches:  # in the first batch the ranks agree on what they send
-            self._sent += sent - before
-
     def end(self) -> None:
         """Print what was measured. Collective over the pipeline."""
         transport = self.pipeline.transport
         executor = self.pipeline.training_executor
         mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.summed, executor.spent)
-        gathered = transport.all_gather_object((mine, self._sent), self.pipeline.pipeline_members)
-        times = [times for times, _ in gathered]
+        times = transport.all_gather_object(mine, self.pipeline.pipeline_members)
         elapsed = max(elapsed for _, elapsed, *_ in times)
         peaks = transport.all_gather_object(peak_memory(), transport.topology.everyone)
         if not self._batches or not elapsed:
@@ -184,26 +159,6 @@ class Report:
             predicted = None if self._plan is None else self._plan.bubble
             print(closing_line(self._batches, elapsed, samples, predicted, measured, idle))
             print(memory_line(peaks))
-            if traffic := self._traffic([sent for _, sent in gathered]):
-                print(traffic_line(traffic))
-
-    def _traffic(self, sent: Sequence[Mapping[int, int]]) -> tuple[NodeTraffic, ...]:
-        """What has crossed from node to node in an optimizer step; empty on one node.
-
-        Args:
-            sent: for every process of this pipeline the bytes that it has sent to each rank.
-        """
-        topology, plan = self.pipeline.transport.topology, self._plan
-        if len(topology.nodes) == 1 or plan is None or plan.batch is None:
-            return ()
-        ranks = [topology.locate(process)[1] for process in self.pipeline.pipeline_members]
-        per_step = plan.batch.accumulation / self._batches
-        edges = {
-            (rank, peer): size * per_step
-            for rank, of_rank in zip(ranks, sent, strict=True)
-            for peer, size in of_rank.items()
-        }
-        return measured(plan.traffic, topology, edges)
 
     def _idle(self, spent: list[Spent], measured: float, host: float, sums: float) -> IdleShares | None:
         """Where the idle time went; unknown without a flush, whose batches overlap."""

@@ -241,7 +241,7 @@ class PipelineRun:
         step, weights, seed = self._split(batch, rest, scale)
         again = step.micro_batches.compared or (step.check is not None and self._splitter.may_leave_whole)
         rewind = Rewind(self._module) if again else None
-        with naming_suspects(batch, step.micro_batches), self.report.counted():
+        with naming_suspects(batch, step.micro_batches):
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)
             self.gradients.free_old(optimizers)

@@ -139,10 +139,6 @@ class Topology:
         size = self.node_size or self.world_size
         return tuple(range(first, min(first + size, self.world_size)) for first in range(0, self.world_size, size))
 
-    def node(self, process: int) -> int:
-        """The node of a process."""
-        return process // (self.node_size or self.world_size)
-
     def process(self, replica: int, rank: int) -> int:
         """The process that is ``rank`` of pipeline ``replica``."""
         position = self.order.index(rank)

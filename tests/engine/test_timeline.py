@@ -30,7 +30,7 @@ def timeline_and_plan(transport: Transport, schedule: str) -> tuple[tuple[str, .
     with pipeline.recorded() as events:
         pipeline.train(step, [torch.ones(2, 3)] * 2, [0.5] * 2)
     layout = (pipeline.layers, pipeline.balance, pipeline.placement, transport.topology)
-    made = assembled(module, *layout, schedule, None, None, division=Division(), on_device=False)
+    made = assembled(module, *layout, schedule, None, division=Division(), on_device=False)
     return row_names(pipeline.timeline(events)), [(one.stage, one.ranks) for one in made.stages]
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_pipe.config import BatchEquation, layout
-from lightning_pipe.planning.render import Plan, StagePlan, closing_line, plan_text
+from torch import nn
+
+from lightning_pipe import plan
+from lightning_pipe.config import BatchEquation, RankOrder, layout
+from lightning_pipe.planning.render import Plan, StagePlan, closing_line, node_facts, plan_text
+from lightning_pipe.transport.topology import Topology
 
 PLAN = Plan(
     model="LitGPT",
@@ -52,3 +56,15 @@ def test_markup_in_names_is_left_alone() -> None:
 def test_closing_line_leaves_out_what_is_unknown() -> None:
     assert closing_line(1, 0.0, 0, None, None) == "Pipeline: 1 batch, no time measured"
     assert closing_line(2, 1.0, 8, 0.1, None) == "Pipeline: 2 batches, 8 samples/s; bubble predicted 10.0 %"
+
+
+def test_the_plan_says_which_ranks_share_a_node() -> None:
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    told: dict[RankOrder, str] = {"pipeline": "the ranks of a pipeline", "replicas": "the holders of a stage"}
+    for order, neighbours in told.items():
+        lines = " ".join(str(plan(module, 2, batch=16, replicas=2, nodes=2, rank_order=order)).split())
+        assert f"Nodes node 0 has ranks 0, 1; node 1 has ranks 2, 3 {neighbours} are neighbours" in lines
+    assert "Nodes" not in str(plan(module, 2, batch=16, replicas=2))
+    assert [line for _, line in node_facts(Topology(64, node_size=8))] == [
+        "node 0 has ranks 0, 1, 2, …, 7; node 1 has ranks 8, 9, 10, …, 15; …; node 7 has ranks 56, 57, 58, …, 63"
+    ], "both orders of one pipeline are the same"

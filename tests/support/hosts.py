@@ -108,13 +108,6 @@ def why_not(*discipline: str) -> str | None:
     return None
 
 
-def sent_bytes() -> int:
-    """Bytes that the cable's interface has sent, with the headers of packets; asked by a process on the host."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    (found,) = (line.split() for line in lines if line.strip().startswith(f"{os.environ['GLOO_SOCKET_IFNAME']}:"))
-    return int(found[9])
-
-
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     if done.returncode:

@@ -103,8 +103,6 @@ def test_both_orders_of_ranks_train_as_one_device(rank_order: RankOrder, capfd: 
             assert_same({name: torch.tensor(value, dtype=torch.float64) for name, value in weights.items()}, truth)
     printed = " ".join(capfd.readouterr().out.split())
     assert "Nodes node 0 has ranks 0, 1; node 1 has ranks 2, 3" in printed
-    assert f'Between in a step: rank_order="{rank_order}": {8 * (rank_order == "replicas")} messages' in printed
-    assert re.search(r"Between nodes: .* in a step, and .* with rank_order=", printed)
 
 
 # ------------------------------------------------------------------ two hosts
@@ -117,51 +115,28 @@ class Wide(Ordered):
         super().__init__(width=192)
 
 
-class Sent(L.Callback):
-    """What the host has sent after the first batch, and at the end of the training."""
-
-    def __init__(self) -> None:
-        self.bytes: list[int] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.global_step in (1, 3 * BATCHES):
-            trainer.strategy.barrier()
-            self.bytes.append(hosts.sent_bytes())
-
-
 def fit_wide(rank_order: RankOrder) -> dict[str, Any]:
-    """A worker on a host of its own: what the host has sent, whether memory is shared, and the weights."""
+    """A worker on a host of its own: whether memory is shared, and the weights."""
     from lightning_pipe import PipeStrategy
 
     strategy = PipeStrategy(pipeline_parallel_size=2, data_parallel_size=2, micro_batches=2, rank_order=rank_order)
-    sent = Sent()
-    trainer, weights = trained(strategy, 2, 2, None, sent, model=Wide, limit_val_batches=0)
+    trainer, weights = trained(strategy, 2, 2, model=Wide, limit_val_batches=0)
     shared = trainer.strategy.processes.connected.transport._local  # type: ignore[attr-defined]
-    first, last = sent.bytes
-    found = {name: value.tolist() for name, value in weights.items()}
-    return {"shared": len(shared), "sent": last - first, "weights": found}
+    return {"shared": len(shared), "weights": {name: value.tolist() for name, value in weights.items()}}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank_order", get_args(RankOrder))
-def test_over_a_network_as_much_is_sent_as_the_run_says(
-    rank_order: RankOrder, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_over_a_network_both_orders_train_as_one_device(rank_order: RankOrder) -> None:
     if reason := hosts.why_not():
         pytest.skip(reason)
     with hosts.joined() as ends:
         found = run_nodes(fit_wide, rank_order, per_node=2, timeout=60, hosts=ends)
-    sent = sum(next(iter(node.values()))["sent"] for node in found)
     truth = {name: value for name, value in trained("auto", 1, 1, model=Wide)[1].items() if name.endswith("weight")}
     for node in found:
         for result in node.values():
             assert result["shared"] == 1  # the other process of this host
             assert_same({n: torch.tensor(v, dtype=torch.float64) for n, v in result["weights"].items()}, truth)
-    line = re.search(r"Between nodes: ([\d.]+) ([KM])iB in a step, and", capfd.readouterr().out)
-    assert line, "the run does not say what crossed"
-    predicted = (3 * BATCHES - 1) * float(line[1]) * {"K": 2**10, "M": 2**20}[line[2]]
-    # besides headers of packets: ranks of a pipeline also send each other batches and what steps report
-    assert predicted < sent < 1.2 * predicted + (3 * BATCHES << 16) * (rank_order == "replicas")
 
 
 # ------------------------------------------------------------------ restarts
