@@ -1,9 +1,8 @@
-"""What a module costs on a machine: one readable file, measured or written by hand."""
+"""What a module costs on a machine: measured, and kept in one readable file, or made of published figures."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -123,6 +122,9 @@ class CostProfile:
         tied: parameters whose gradients are summed over the ranks of all their layers.
         conditions: what the figures depend on: device, threads, versions, shapes. Only those that are there count.
 
+    Raises:
+        ConfigurationError: a size has not one number for each layer.
+
     Example:
         >>> costs = SizeCosts((0.01,) * 4, (0.02,) * 4, (0.01,) * 4, (1e6,) * 4, (1e5,) * 4)
         >>> layers = tuple(LayerSizes(f"h.{i}", 1000, 4000) for i in range(4))
@@ -140,6 +142,14 @@ class CostProfile:
     step_per_byte: float = 0.0
     tied: tuple[TiedSizes, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for costs in self.sizes.values():
+            for name, numbers in vars(costs).items():
+                if isinstance(numbers, tuple) and len(numbers) != len(self.layers):
+                    raise ConfigurationError(
+                        f"{name} needs {len(self.layers)} numbers, one for each layer, got {len(numbers)}."
+                    )
 
     def at(self, samples: int) -> SizeCosts:
         """The costs for micro-batches of a number of samples, on the line through the two nearest measured sizes.
@@ -277,8 +287,8 @@ class CostProfile:
             )
         try:
             profile = _made(content)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(f"{path} is no profile that can be read: {error}.") from error
+        except (AttributeError, KeyError, TypeError, ValueError, ConfigurationError) as error:
+            raise ConfigurationError(f"{path} is no profile that can be read: {error}") from error
         # What the engine takes for an action changes with its version, on whatever machine the file is read.
         profile.check({"lightning_pipe": __version__})
         return profile
@@ -286,60 +296,14 @@ class CostProfile:
 
 def _made(content: dict[str, Any]) -> CostProfile:
     layers = tuple(LayerSizes(**layer) for layer in content.pop("layers"))
-    sizes = {int(size): _size(costs, len(layers)) for size, costs in content.pop("sizes").items()}
-    if not layers or not sizes or min(sizes) < 1:
-        raise ValueError("it needs at least one layer, and one size of micro-batches, of one sample or more")
-    for layer in layers:
-        _checked_sizes("", layer)
-    for name in {"message", "all_reduce"} & content.keys():
-        content[name] = Link(**{key: _checked(f"{key} of {name}", each) for key, each in content[name].items()})
-    for name in {"overhead", "batch", "step_per_byte"} & content.keys():
-        _checked(name, content[name])
-    tied = tuple(_tied(each, layers) for each in content.pop("tied", ()))
-    conditions = {name: str(value) for name, value in content.pop("conditions", {}).items()}
-    return CostProfile(layers=layers, sizes=sizes, tied=tied, conditions=conditions, **content)
+    sizes = {int(size): SizeCosts(**_with_tuples(costs)) for size, costs in content.pop("sizes").items()}
+    tied = tuple(TiedSizes(**_with_tuples(each)) for each in content.pop("tied"))
+    message, all_reduce = (Link(**content.pop(name)) for name in ("message", "all_reduce"))
+    return CostProfile(layers=layers, sizes=sizes, message=message, all_reduce=all_reduce, tied=tied, **content)
 
 
-def _tied(content: dict[str, Any], layers: Sequence[LayerSizes]) -> TiedSizes:
-    tied = TiedSizes(**{**content, "layers": tuple(content["layers"])})
-    _checked_sizes(" of tied", tied)
-    places, size = tied.layers, tied.parameter_bytes
-    if not set(places) <= set(range(len(layers))):
-        raise ValueError(f"layers of tied are numbers from 0 to {len(layers) - 1}, not {list(places)}")
-    if small := [layers[place].name for place in places if layers[place].parameter_bytes < size]:
-        raise ValueError(
-            f"layer {small[0]} has fewer parameter_bytes than the {size} that it has in common with others"
-        )
-    return tied
-
-
-def _checked_sizes(of: str, sizes: LayerSizes | TiedSizes) -> None:
-    size, frozen = _checked(f"parameter_bytes{of}", sizes.parameter_bytes), sizes.frozen_bytes
-    if _checked(f"frozen_bytes{of}", frozen) > size:
-        raise ValueError(f"frozen_bytes{of} are at most parameter_bytes, {size}, not {frozen}")
-
-
-def _checked(name: str, value: Any) -> Any:
-    """The value, which is a finite number and not negative."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} needs a finite number that is not negative, got {value!r}")
-    return value
-
-
-def _size(costs: dict[str, Any], layers: int) -> SizeCosts:
-    """One size; a number in the place of a list counts for every layer, so that files are easily written by hand."""
-    halves = costs.get("backward", 0)
-    weight = [each / 2 for each in halves] if isinstance(halves, list) else halves / 2
-    made: dict[str, Any] = {}
-    for name, value in {"backward_weight": weight, "saved_bytes": 0, "boundary_bytes": 0, **costs}.items():
-        if name.startswith("stage_"):
-            made[name] = float(_checked(name, value))
-            continue
-        given = value if isinstance(value, list) else [value] * layers
-        if len(given) != layers:
-            raise ValueError(f"{name} needs {layers} numbers, one for each layer, got {len(given)}")
-        made[name] = tuple(float(_checked(name, number)) for number in given)
-    return SizeCosts(**made)
+def _with_tuples(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
 
 
 def merged(profiles: Sequence[CostProfile]) -> CostProfile:

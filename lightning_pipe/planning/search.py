@@ -40,8 +40,8 @@ def search(costs: CostProfile | Predictor | nn.Module, asked: SearchOptions) -> 
     options of `SearchOptions`.
 
     Args:
-        costs: a profile of the module, measured or written by hand; or a predictor with rules of its own; or the
-            module: its times are then in proportion to its layers' parameters.
+        costs: a profile of the module, measured or made of published figures; or a predictor with rules of its own; or
+            the module: its times are then in proportion to its layers' parameters.
         asked: the options.
 
     Returns:
