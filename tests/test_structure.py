@@ -21,7 +21,7 @@ BUDGET = {
     "intercept": 8040,
     "engine": 4800,
     "schedules": 3440,
-    "planning": 2680,
+    "planning": 2640,
     "transport": 2570,
     "parameters": 2070,
     "construction": 1550,

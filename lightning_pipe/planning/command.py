@@ -60,7 +60,6 @@ def search(
     global_batch: int = 32,
     families: list[str] | None = None,
     profile: str | None = None,
-    png: str | None = None,
 ) -> None:
     """Predict all configurations of a run, and show the best ten.
 
@@ -72,21 +71,13 @@ def search(
         global_batch: samples of an optimizer step.
         families: schedules to look among, such as [1f1b,gpipe] (default: all with a flush).
         profile: file of `lightning-pipe profile` (a search goes by parameters without).
-        png: draw where the time of the best goes (.png, .svg or .pdf).
     """
     made: Any = made_module(module, arguments or {})
     if profile is not None:
         layers = find_layers(made, options.layers, 1)
         costs = of_process(made, layers, False, options.tensor_parallel_size, CostProfile.load(profile))
         made = Predictor(costs)
-    found = searched(made, **vars(options))
-    print(found)
-    if png is not None:
-        try:
-            found.plot(png)
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{png} cannot be written: {error}.") from error
-        print(f"wrote {png}")
+    print(searched(made, **vars(options)))
 
 
 def imported(place: str) -> Any:

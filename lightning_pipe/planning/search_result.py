@@ -1,9 +1,8 @@
-"""What a search found, as a table and a picture."""
+"""What a search found, as a table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from os import PathLike
 
 from lightning_pipe.config import divided
 from lightning_pipe.planning.prediction import Configuration, Prediction
@@ -11,7 +10,6 @@ from lightning_pipe.simulate.style import time_of
 from lightning_pipe.text import memory, several, table
 
 _PARTS = ("compute", "recompute", "step", "bubble", "communication", "reduction")
-_COLOURS = ("#56B4E9", "#F0E442", "#CC79A7", "#D9D9D9", "#E69F00", "#8C8C8C")
 
 
 @dataclass(frozen=True)
@@ -73,27 +71,6 @@ class SearchResult:
                 out += f"; the smallest of them, {small.label}, needs {memory(needed)}"
             facts.append(out)
         return [*facts, "all figures are predicted; shares are those of the time, memory is the most on a rank"]
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw where the time of each configuration goes.
-
-        Args:
-            path: the picture; its ending says the format (png, svg, pdf).
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 1.2 + 0.4 * len(self.choices)), layout="constrained")
-        axes = figure.subplots()
-        names = [each.configuration.label for each in self.choices]
-        left = [0.0] * len(names)
-        for part, colour in zip(_PARTS, _COLOURS, strict=True):
-            values = [1000 * getattr(each, part) for each in self.choices]
-            axes.barh(names, values, left=left, color=colour, label=part, edgecolor="white", linewidth=0.5)
-            left = [a + b for a, b in zip(left, values, strict=True)]
-        axes.invert_yaxis()
-        axes.set_xlabel("predicted time of an optimizer step, ms")
-        figure.legend(loc="outside lower center", ncols=len(_PARTS), frameon=False)
-        figure.savefig(path)
 
 
 def _row(number: int, one: Prediction) -> tuple[str, ...]:
