@@ -5,17 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_pipe import schedules
 from lightning_pipe.cli import main
-from lightning_pipe.planning.prediction import Predictor, stage_costs
 from lightning_pipe.schedules import Interleaved, read_csv
-from lightning_pipe.simulate import simulate
-from tests.planning.test_search import profile
 
 
 @pytest.fixture(autouse=True)
@@ -78,27 +74,6 @@ def test_recomputation_is_drawn_and_charged(capsys: pytest.CaptureFixture[str]) 
     assert "makespan 15.5," in out
 
 
-def test_a_profile_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Drawing, comparison and plan have the same costs, and so the same bubble."""
-    found = profile(8, slow_first=2.0)
-    found.save(tmp_path / "net.json")
-    given = ("--ranks", "2", "--micro-batches", "4", "--profile", str(tmp_path / "net.json"))
-    drawn = run(capsys, "1f1b", *given, "--micro-batch-size", "4")
-    compared = run(capsys, "compare", *given, "--micro-batch-size", "4")
-    row = next(line for line in compared.splitlines() if line.startswith("1f1b "))
-    layers = Predictor(found).cut(2, 4)
-    own = replace(stage_costs(found, layers, 4, [1, 1]), reduce=0, step=0)
-    timeline = simulate(schedules.get("1f1b").build(2, 4), own)
-    bubble = f"{100 * float(timeline.bubble_ratio):.1f} %"
-    assert f"bubble ratio {bubble}" in drawn
-    assert bubble in row
-    assert f"{1000 * timeline.makespan:.4g} ms" in row
-    assert "net.json" in drawn.splitlines()[0]
-    assert "without optimizer steps" in compared
-    smallest = run(capsys, "1f1b", *given)
-    assert smallest == run(capsys, "1f1b", *given, "--micro-batch-size", "1") != drawn
-
-
 def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "compare", "--ranks", "2", "--micro-batches", "3", "--png", str(tmp_path / "new"))
     for name in schedules.names():
@@ -132,9 +107,6 @@ def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
         ),
         (["schedule", "gpipe", "--overlap", "nan"], "--overlap cannot be 'nan'"),
         (["schedule", "compare", "--csv", "x.csv"], "it takes no --options and --csv"),
-        (["schedule", "gpipe", "--profile", "x", "--send", "1"], "--profile has all times: leave --send away"),
-        (["schedule", "gpipe", "--profile", "no.json"], "no.json is no profile that can be read"),
-        (["schedule", "gpipe", "--micro-batch-size", "1"], "give --profile, too"),
         (["schedule", "compare", "--forward", "[1,2]"], "schedules have different numbers of stages"),
         (["schedule"], "required: name"),
         (["schedule", "1f1b", "--links", "all"], "--links cannot be 'all'"),

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from lightning_pipe import schedules
-from lightning_pipe.errors import PartitionError, ScheduleError
+from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Family, Kind, Schedule
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.schedules.passes.recompute import Mode
 from lightning_pipe.simulate.costs import Costs
 from lightning_pipe.simulate.simulator import simulate
-from lightning_pipe.simulate.style import time_of
 from lightning_pipe.simulate.timeline import Timeline, ratio
 from lightning_pipe.text import table as text_table
 
@@ -52,7 +51,7 @@ def compare(
     ranks: int,
     micro_batches: int,
     stages: int | None = None,
-    costs: Costs | Callable[[Schedule], Costs] | None = None,
+    costs: Costs | None = None,
     recompute: Mode = "never",
 ) -> list[Comparison]:
     """Simulate every registered schedule in its variants.
@@ -61,8 +60,7 @@ def compare(
         ranks: number of ranks.
         micro_batches: number of micro-batches.
         stages: cut the model into this many stages for all schedules; by default each schedule's own number.
-        costs: times of one stage; without ``stages``, of 1/ranks of the model, whatever the stages of a schedule. A
-            function gives those of each schedule in seconds, as from a profile.
+        costs: times of one stage; without ``stages``, of 1/ranks of the model, whatever the stages of a schedule.
         recompute: recompute activations.
 
     Returns:
@@ -87,7 +85,7 @@ def _compared(
     ranks: int,
     micro_batches: int,
     stages: int | None,
-    costs: Costs | Callable[[Schedule], Costs],
+    costs: Costs,
     recompute: Mode,
 ) -> Comparison:
     def built(micro_batches: int) -> Schedule:
@@ -98,14 +96,10 @@ def _compared(
 
     try:
         schedule = built(micro_batches)
-        own = costs(schedule) if callable(costs) else costs
-    except (ScheduleError, PartitionError) as error:
+    except ScheduleError as error:
         return Comparison(family.label, problem=error.message)
-    if not callable(costs) and stages is None:
-        own = own.of_a_share(ratio(ranks, schedule.stages))
+    own = costs if stages is not None else costs.of_a_share(ratio(ranks, schedule.stages))
     timeline = simulate_batch(schedule, built, own)
-    if callable(costs):
-        timeline = replace(timeline, unit="s")
     bubble = timeline.bubble_ratio if timeline.steady is None else timeline.steady
     held = (len(schedule.stages_of(rank)) * schedule.weight_versions[rank] for rank in range(ranks))
     sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -143,7 +137,7 @@ def table(rows: Iterable[Comparison]) -> str:
         if row.schedule is None or row.timeline is None:
             problems.append(f"{row.label}: {row.problem}")
             continue
-        times = time_of(float(row.time), row.timeline.unit), f"{100 * float(row.bubble_ratio):.1f} %"
+        times = f"{float(row.time):.6g}", f"{100 * float(row.bubble_ratio):.1f} %"
         held = f"{float(row.activations):.4g}", f"{float(row.weights):.4g}"
         cells.append((row.label, str(row.schedule.stages), *times, *held, str(row.messages)))
     head = ("schedule", "stages", "time", "bubble", "activations", "weights", "messages")
