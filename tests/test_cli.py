@@ -74,12 +74,10 @@ def test_recomputation_is_drawn_and_charged(capsys: pytest.CaptureFixture[str]) 
     assert "makespan 15.5," in out
 
 
-def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, "compare", "--ranks", "2", "--micro-batches", "3", "--png", str(tmp_path / "new"))
+def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "compare", "--ranks", "2", "--micro-batches", "3")
     for name in schedules.names():
         assert f"\n{name} " in out
-    pictures = {path.name for path in (tmp_path / "new").iterdir()}
-    assert {"1f1b.png", "zero_bubble_variant_v.png", "chimera_scaling_forward_doubling.png"} <= pictures
     odd = run(capsys, "compare", "--ranks", "3")
     assert "chimera: Chimera needs pipes to divide the ranks, got pipes=2 and ranks=3." in odd
 
@@ -106,7 +104,7 @@ def test_all_schedules_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
             "'vmin' is 'zero_bubble' with variant='v_min', got variant='h2'",
         ),
         (["schedule", "gpipe", "--overlap", "nan"], "--overlap cannot be 'nan'"),
-        (["schedule", "compare", "--csv", "x.csv"], "it takes no --options and --csv"),
+        (["schedule", "compare", "--csv", "x.csv"], "it takes no --options, --png and --csv"),
         (["schedule", "compare", "--forward", "[1,2]"], "schedules have different numbers of stages"),
         (["schedule"], "required: name"),
         (["schedule", "1f1b", "--links", "all"], "--links cannot be 'all'"),

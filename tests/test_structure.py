@@ -21,7 +21,7 @@ BUDGET = {
     "intercept": 8040,
     "engine": 4800,
     "schedules": 3440,
-    "planning": 2600,
+    "planning": 2590,
     "transport": 2570,
     "parameters": 2070,
     "construction": 1550,

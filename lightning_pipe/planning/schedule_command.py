@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lightning_pipe import schedules
@@ -13,7 +11,7 @@ from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.passes.recompute import Mode
 from lightning_pipe.schedules.registry import ALIASES
-from lightning_pipe.simulate.comparison import Comparison, compare, simulate_batch, table
+from lightning_pipe.simulate.comparison import compare, simulate_batch, table
 from lightning_pipe.simulate.costs import Costs, PerStage
 
 COMPARE = "compare"
@@ -42,14 +40,17 @@ def schedule(
         options: of the schedule, such as --options.virtual_stages 3.
         recompute: when activations are computed again.
         recompute_time: of a repeated forward pass (default: that of a forward pass).
-        png: draw a picture (.png, .svg or .pdf), or all of them into this folder.
+        png: draw a picture (.png, .svg or .pdf).
         csv: write the schedule in the format of torch's pipelining.
     """
     costs = replace(costs, recompute=recompute_time)
     if name == COMPARE:
-        if options or csv:
-            raise ConfigurationError("schedule compare shows all schedules: it takes no --options and --csv.")
-        _compare(compare(ranks, micro_batches, stages, costs, recompute), png)
+        if options or png or csv:
+            raise ConfigurationError("schedule compare shows all schedules: it takes no --options, --png and --csv.")
+        rows = compare(ranks, micro_batches, stages, costs, recompute)
+        if all(row.schedule is None for row in rows):
+            raise ScheduleError(rows[0].problem)
+        print(table(rows))
         return
     family = schedules.get(name, **(options or {}))
 
@@ -65,23 +66,10 @@ def schedule(
             _write(path, write)
 
 
-def _compare(rows: Sequence[Comparison], png: str | None) -> None:
-    if all(row.schedule is None for row in rows):
-        raise ScheduleError(rows[0].problem)
-    print(table(rows))
-    if png is not None:
-        folder = Path(png)
-        _write(png, lambda _: folder.mkdir(parents=True, exist_ok=True), silent=True)
-        for row in rows:
-            if row.timeline is not None:
-                _write(str(folder / (re.sub(r"\W+", "_", row.label) + ".png")), row.timeline.plot)
-
-
-def _write(path: str, write: Callable[[str], None], *, silent: bool = False) -> None:
+def _write(path: str, write: Callable[[str], None]) -> None:
     try:
         write(path)
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"{path} cannot be written: {told}.") from error
-    if not silent:
-        print(f"wrote {path}")
+    print(f"wrote {path}")
