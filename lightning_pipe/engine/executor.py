@@ -78,9 +78,6 @@ class Executor:
         reduce: called with a stage when its gradients are complete on this rank.
         position: the action under way, for reports about failures.
         busy: seconds spent computing so far.
-        waited: seconds spent waiting for messages since `restart_clocks`.
-        summed: seconds spent beginning and awaiting sums of gradients since then.
-        spent: for each kind of action and stage the seconds and the number of its actions since `restart_clocks`.
         later: for each stage those that it sends to, neighbours first.
         events: where to note when each action computed, in seconds of the clock; ``None``: nowhere.
         clock: the host's monotonic one, which does not wait for a GPU.
@@ -93,9 +90,6 @@ class Executor:
     reduce: Callable[[int], None]
     position: Action | None = None
     busy: float = 0.0
-    waited: float = 0.0
-    summed: float = 0.0
-    spent: dict[tuple[Kind, int], tuple[float, int]] = field(default_factory=dict)
     events: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     _find: Find = field(init=False)
@@ -244,17 +238,10 @@ class Executor:
         self.exchange.reset()
         self._under_way.clear()
 
-    def restart_clocks(self) -> None:
-        """Begin anew to add up what actions and waiting take: the first batch is no measure."""
-        self.waited = self.summed = 0.0
-        self.spent.clear()
-
     def _note(self, action: Action, start: float, end: float | None = None) -> None:
         """Note when an action has computed, to ``end`` or now; waiting for its input was not part of it."""
         end = self.clock() if end is None else end
         self.busy += end - start
-        seconds, number = self.spent.get(action[:2], (0.0, 0))
-        self.spent[action[:2]] = seconds + end - start, number + 1
         if self.events is not None:
             kind, stage, micro_batch, pipe, *_ = action
             self.events.append(Event(self.rank, kind, stage, micro_batch, pipe, start, end))
@@ -307,9 +294,9 @@ class Executor:
             key = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
             received = self._under_way.inbound.pop(key, None)
             if received is None:
-                peer, start = self.placement[here.pipe, stage], self.clock()
-                received = self.exchange.receive(key, peer, self._signature(here.micro_batch))
-                self.waited += self.clock() - start
+                received = self.exchange.receive(
+                    key, self.placement[here.pipe, stage], self._signature(here.micro_batch)
+                )
             if len(earlier) > 1:
                 self._under_way.arrived.setdefault(here, {})[stage] = frozenset(received.tensors)
             inbound = received if inbound is None else inbound.joined(received)
@@ -331,9 +318,7 @@ class Executor:
             key = BoundaryKey(*here, to)
             received = self._under_way.gradients.pop(key, None)
             if received is None:
-                start = self.clock()
                 received = self.exchange.receive_gradients(key, self.placement[here.pipe, to])
-                self.waited += self.clock() - start
             # A tensor leaves for one later stage alone, so no number comes back twice.
             gradients |= received.gradients
             used |= received.used
@@ -374,9 +359,7 @@ class Executor:
         self.exchange.expect_gradients(key, _peer(action))
 
     def _reduce(self, action: Action, _: None) -> None:
-        start = self.clock()
         self.reduce(action.stage)
-        self.summed += self.clock() - start
 
     def _signature(self, micro_batch: int) -> Hashable:
         batch, index = self._find(micro_batch)

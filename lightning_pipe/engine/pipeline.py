@@ -185,9 +185,7 @@ class Pipeline(PartitionedModule):
             self.reduce_gradients()
         self._commit_statistics(self.norms)
         self._buffer_sync.equalise()
-        if first:
-            self.training_executor.restart_clocks()
-        else:  # the first batch also agrees on what travels and who holds what
+        if not first:  # that batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
             self.busy += self.training_executor.busy - busy
         return results
@@ -272,9 +270,7 @@ class Pipeline(PartitionedModule):
 
     def reduce_gradients(self) -> None:
         """Sum ``parameter.grad`` over the holders of each parameter, all at once."""
-        start = time.perf_counter()
         self.reductions.finish()
-        self.training_executor.summed += time.perf_counter() - start
 
     @contextmanager
     def observed(self, observer: BatchObserver) -> Iterator[None]:

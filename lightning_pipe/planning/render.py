@@ -11,13 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.config import BatchEquation, RankOrder, RunLayout
-from lightning_pipe.planning.bubble import IdleShares
 from lightning_pipe.planning.memory import ProcessMemory, memory_facts
 from lightning_pipe.text import amount, memory, several
 from lightning_pipe.transport.topology import Topology
-
-_WORTH_A_WORD = 0.01
-"""Difference of measured and predicted bubble that is explained."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,6 @@ def closing_line(
     samples: int,
     predicted_bubble: float | None,
     measured_bubble: float | None,
-    idle: IdleShares | None = None,
 ) -> str:
     """The line at the end: measured next to predicted.
 
@@ -139,7 +134,6 @@ def closing_line(
         samples: samples in them, over all pipelines.
         predicted_bubble: as in the plan.
         measured_bubble: idle share of the ranks' time, if it was measured.
-        idle: what it consists of; said where measured and predicted bubble differ by more than a hundredth.
 
     Returns:
         One line.
@@ -154,11 +148,7 @@ def closing_line(
         for name, value in (("measured", measured_bubble), ("predicted", predicted_bubble))
         if value is not None
     ]
-    line = f"Pipeline: {several(batches, 'batch')}, {speed}" + (f"; bubble {', '.join(bubbles)}" if bubbles else "")
-    if idle is None or measured_bubble is None or predicted_bubble is None:
-        return line
-    differ = abs(measured_bubble - predicted_bubble) > _WORTH_A_WORD
-    return line + (f"; measured are {idle}" if differ else "")
+    return f"Pipeline: {several(batches, 'batch')}, {speed}" + (f"; bubble {', '.join(bubbles)}" if bubbles else "")
 
 
 def memory_line(peaks: Sequence[tuple[int, int]]) -> str:

@@ -16,7 +16,6 @@ from lightning_pipe.config import BatchEquation, RunLayout, Sharding
 from lightning_pipe.engine.batch_kinds import WHOLE
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.planning.batch_norms import norms_note
-from lightning_pipe.planning.bubble import IdleShares, Spent, idle_shares, measured_costs
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.make import assembled, label_of, predicted_bubble
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
@@ -75,7 +74,6 @@ class Report:
     _announced: bool = False
     _batches: int = 0
     _samples: int = 0
-    _micro_batches: int = 0
     _plan: Plan | None = None
 
     def batch(self, micro_batches: MicroBatches, of_loaders: Callable[[], tuple[str, ...]], *, chosen: bool) -> None:
@@ -97,7 +95,7 @@ class Report:
                 rank_zero_warn(line)
             uncut = (micro_batches.uncut,) if micro_batches.uncut else ()
             notes = (*uncut, *of_norms, *of_loaders())
-            self._plan, self._micro_batches = self._announce(equation, notes), equation.micro_batches
+            self._plan = self._announce(equation, notes)
             return
         # in the first batch the ranks also agree on what they send: its time is no measure
         self._batches += 1
@@ -139,31 +137,19 @@ class Report:
     def end(self) -> None:
         """Print what was measured. Collective over the pipeline."""
         transport = self.pipeline.transport
-        executor = self.pipeline.training_executor
-        mine = (self.pipeline.busy, self.pipeline.elapsed, executor.waited, executor.summed, executor.spent)
+        mine = (self.pipeline.busy, self.pipeline.elapsed)
         times = transport.all_gather_object(mine, self.pipeline.pipeline_members)
-        elapsed = max(elapsed for _, elapsed, *_ in times)
+        elapsed = max(elapsed for _, elapsed in times)
         peaks = transport.all_gather_object(peak_memory(), transport.topology.everyone)
         if not self._batches or not elapsed:
             return
         # a GPU computes when the host has long gone on: the host's clock shows no bubble
         measured = (
-            1 - sum(busy for busy, *_ in times) / (elapsed * len(times)) if transport.device.type == "cpu" else None
+            1 - sum(busy for busy, _ in times) / (elapsed * len(times)) if transport.device.type == "cpu" else None
         )
-        host = sum(passed - busy - waited for busy, passed, waited, *_ in times) / (elapsed * len(times))
-        sums = sum(summed for *_, summed, _ in times) / (elapsed * len(times))
-        idle = None if measured is None else self._idle([spent for *_, spent in times], measured, host, sums)
         samples = self._samples * self.layout.data_parallel_size
         if self.module.trainer.is_global_zero:
             # not by the progress bar, which is closed by now and drops what it is given
             predicted = None if self._plan is None else self._plan.bubble
-            print(closing_line(self._batches, elapsed, samples, predicted, measured, idle))
+            print(closing_line(self._batches, elapsed, samples, predicted, measured))
             print(memory_line(peaks))
-
-    def _idle(self, spent: list[Spent], measured: float, host: float, sums: float) -> IdleShares | None:
-        """Where the idle time went; unknown without a flush, whose batches overlap."""
-        if self.pipeline.asynchronous is not None or not self._micro_batches:
-            return None
-        schedule = _schedule_of(self.pipeline)(self._micro_batches)
-        costs = measured_costs(spent, schedule.stages)
-        return None if costs is None else idle_shares(schedule, costs, measured, host, sums)

@@ -53,8 +53,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     "partition": {"cache": "partition/test_calls", "holding": "planning/test_memory"},
     "planning": {
         "command": "test_cli",
-        "layer_sizes": "planning/test_bubble",
-        "make": "planning/test_memory",
+        "layer_sizes": "planning/test_make",
         "prediction": "planning/test_search",
         "profile_store": "profiling/test_first_batch",
         "schedule_command": "test_cli",
