@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -109,7 +110,6 @@ def play(
     transfer: Callable[[Action], Number] = lambda action: 0,
     release: Callable[[Action], Number] = lambda action: 0,
     *,
-    overhead: Number = 0,
     occupies: Occupied = "neither",
     links: Links = "free",
     overlap: Number | None = None,
@@ -118,20 +118,19 @@ def play(
 
     ::
 
-        free -> [receive: overhead, the transfer if it occupies the receiver] -> [compute, overhead] -> finished
-          ^                                                                                                 |
-          +------------------- [send: overhead, link, the transfer if it occupies the sender] <-------------+
+        free -> [receive: the transfer if it occupies the receiver] -> [compute] -> finished
+          ^                                                                            |
+          +------------------- [send: link, the transfer if it occupies the sender] <--+
 
     A link is given to messages in the order in which their actions finish, which is why actions are taken in the order
     of their ends. Actions that run as one need all their inputs when they begin, and their results appear together at
-    the end, with the overhead of one.
+    the end.
 
     Args:
         schedule: the schedule.
         duration: time of an action.
         transfer: time from the end of an action until its result is on another rank.
         release: time before which an action cannot start.
-        overhead: what a rank spends besides on each action, on each message that it sends and each that it takes.
         occupies: who does nothing else during a message.
         links: which messages between two ranks travel one after the other.
         overlap: the share of their messages that joined forward and backward passes hide; ``None``: these run one after
@@ -143,35 +142,31 @@ def play(
     Raises:
         ScheduleError: the ranks wait for each other.
     """
-    times = _Times(duration, transfer, release, overhead, occupies, links, overlap)
-    return _Player(schedule, times).run()
+    return _Player(schedule, duration, transfer, release, occupies, links, overlap).run()
 
 
-class _Times(NamedTuple):
-    """The arguments of `play`."""
+@dataclass
+class _Player:
+    """Ranks at work, and what each of them waits for. Arguments as of `play`."""
 
+    schedule: Schedule
     duration: Callable[[Action], Number]
     transfer: Callable[[Action], Number]
     release: Callable[[Action], Number]
-    overhead: Number
     occupies: Occupied
     links: Links
     overlap: Number | None
 
-
-class _Player:
-    """Ranks at work, and what each of them waits for."""
-
-    def __init__(self, schedule: Schedule, times: _Times) -> None:
-        self.schedule, self.times = schedule, times
-        self.to_come = [deque(in_one(order, overlaps=times.overlap is not None)) for order in schedule.actions]
-        self.running: list[tuple[Action, ...]] = [() for _ in schedule.actions]
-        self.played: list[list[Timed]] = [[] for _ in schedule.actions]
+    def __post_init__(self) -> None:
+        orders = self.schedule.actions
+        self.to_come = [deque(in_one(order, overlaps=self.overlap is not None)) for order in orders]
+        self.running: list[tuple[Action, ...]] = [() for _ in orders]
+        self.played: list[list[Timed]] = [[] for _ in orders]
         self.messages: list[Message] = []
-        self.free: list[Number] = [0] * len(schedule.actions)
+        self.free: list[Number] = [0] * len(orders)
         self.sent: dict[Result, Message] = {}
         self.waiting: dict[Result, int] = {}
-        self.links: dict[tuple[int, int], Number] = {}  # until when each is taken
+        self.taken: dict[tuple[int, int], Number] = {}  # until when each link is
         self.ends: list[tuple[Number, int]] = []
 
     def run(self) -> Run:
@@ -182,31 +177,29 @@ class _Player:
             self.finish(rank, end)
             self.begin(rank)
         if any(self.to_come):
-            raise _stuck(self.schedule, self.played, self.waiting, self.times.overlap is not None)
+            raise _stuck(self.schedule, self.played, self.waiting, self.overlap is not None)
         return Run(self.played, self.messages)
 
     def begin(self, rank: int) -> None:
         """Let a free rank begin its next action, or wait for what it needs."""
         if not self.to_come[rank]:
             return
-        block, times = self.to_come[rank][0], self.times
+        block = self.to_come[rank][0]
         needs = [need for action in block if (need := remote_need(action, self.schedule.stages)) is not None]
         missing = next((need for need in needs if need not in self.sent), None)
         if missing is not None:
             self.waiting[missing] = rank
             return
         self.running[rank] = self.to_come[rank].popleft()
-        start = max([self.free[rank], *map(times.release, block)])
+        start = max([self.free[rank], *map(self.release, block)])
         for message in (self.sent[need] for need in needs if self.sent[need].sender != rank):
-            if times.occupies in ("receiver", "both"):
+            if self.occupies in ("receiver", "both"):
                 start = max(start, message.start) + (message.end - message.start)
             else:
                 start = max(start, message.end)
-            start += times.overhead
             self.messages.append(message._replace(taken=start))
         for action in block:
-            overhead = times.overhead if action is block[-1] else 0
-            self.played[rank].append(Timed(action, start, start + times.duration(action) + overhead))
+            self.played[rank].append(Timed(action, start, start + self.duration(action)))
             start = self.played[rank][-1].end
         heappush(self.ends, (start, rank))
 
@@ -221,20 +214,20 @@ class _Player:
             if receiver is None or receiver == rank:
                 self.sent[result] = Message(action, rank, rank, end, end, end)
             else:
-                self.sent[result] = self.send(action, rank, receiver, self.free[rank] + self.times.overhead)
+                self.sent[result] = self.send(action, rank, receiver, self.free[rank])
             if result in self.waiting:
                 self.begin(self.waiting.pop(result))
 
     def send(self, action: Action, rank: int, receiver: int, ready: Number) -> Message:
         """Give the message its link, and the sender time until it is free again."""
-        start, time, links = ready, self.times.transfer(action), self.times.links
-        if self.times.overlap is not None and len({each.kind for each in self.running[rank]}) > 1:
-            time *= 1 - self.times.overlap
-        if links != "free":
-            link = (rank, receiver) if links == "directed" else (min(rank, receiver), max(rank, receiver))
-            start = max(ready, self.links.get(link, ready))
-            self.links[link] = start + time
-        self.free[rank] = start + time if self.times.occupies in ("sender", "both") else ready
+        start, time = ready, self.transfer(action)
+        if self.overlap is not None and len({each.kind for each in self.running[rank]}) > 1:
+            time *= 1 - self.overlap
+        if self.links != "free":
+            link = (rank, receiver) if self.links == "directed" else (min(rank, receiver), max(rank, receiver))
+            start = max(ready, self.taken.get(link, ready))
+            self.taken[link] = start + time
+        self.free[rank] = start + time if self.occupies in ("sender", "both") else ready
         return Message(action, rank, receiver, start, start + time, start + time)
 
 

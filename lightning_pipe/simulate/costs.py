@@ -16,17 +16,9 @@ from lightning_pipe.schedules.family import check_choice
 
 PerStage = Number | Sequence[Number]
 
-_OF_THE_MODEL = (
-    "forward",
-    "backward",
-    "backward_input",
-    "backward_weight",
-    "recompute",
-    "reduce",
-    "step",
-)
-"""Times that a stage twice as large has twice; messages and the engine's own work are the same for any stage."""
-_PER_STAGE = (*_OF_THE_MODEL, "send", "send_backward")
+_OF_THE_MODEL = ("forward", "backward", "backward_input", "backward_weight", "recompute", "reduce", "step")
+"""Times that a stage twice as large has twice; messages are the same for any stage."""
+_PER_STAGE = (*_OF_THE_MODEL, "send")
 _GIVE = "Give one number for all stages, or one per stage."
 
 
@@ -37,7 +29,7 @@ class Costs:
     Integers and fractions stay exact, so that a simulation can be compared with a formula by ``==``.
 
     Args:
-        forward: forward pass; one over two micro-batches takes that of each, and ``overhead`` once.
+        forward: forward pass; one over two micro-batches takes that of each.
         backward: whole backward pass, as ``B`` in a schedule.
         backward_input: its part for the stage's input, ``I``; by default what ``backward_weight`` leaves of
             ``backward``, or half of it.
@@ -47,8 +39,6 @@ class Costs:
             above the stage.
         reduce: time to sum a stage's gradients over its copies, those of other replicas included.
         step: optimizer step, after a stage's reduction; without a flush, of every ``STEP``.
-        send_backward: time of the gradient over the same boundary; by default ``send``.
-        overhead: what an executor spends on each action of a rank, sending and receiving a message included.
         occupies: who does nothing else during a message: the ``"sender"`` until it is sent, the ``"receiver"`` from
             when it wants it, ``"both"``, or ``"neither"``: then it only delays the receiver.
         links: between two ranks messages travel all at once (``"free"``), one after the other in each direction
@@ -77,8 +67,6 @@ class Costs:
     send: PerStage = 0
     reduce: PerStage = 0
     step: PerStage = 0
-    send_backward: PerStage | None = None
-    overhead: Number = 0
     occupies: Occupied = "neither"
     links: Links = "free"
     overlap_reduce: bool = True
@@ -88,7 +76,7 @@ class Costs:
         """Raise a :class:`ScheduleError` unless there is one time for all stages or one per stage, none negative."""
         check_choice("Costs", get_args(Occupied), occupies=self.occupies)
         check_choice("Costs", get_args(Links), links=self.links)
-        for name in (*_PER_STAGE, "overhead", "overlap"):
+        for name in (*_PER_STAGE, "overlap"):
             value = getattr(self, name)
             if value is getattr(Costs, name):
                 continue  # the default
@@ -106,14 +94,12 @@ class Costs:
             raise ScheduleError(f"Costs.overlap is a share, at most 1, got {self.overlap}.", hint=hint)
 
     def duration(self, action: Action) -> Number:
-        """The time of a compute action, without the overhead."""
+        """The time of a compute action."""
         return _DURATIONS[action.kind](self, action.stage)
 
     def transfer(self, action: Action) -> Number:
         """The time for the result of a forward or backward action to reach the rank of the neighbouring stage."""
-        if action.kind is Kind.FORWARD:
-            return at_stage(self.send, action.stage)
-        return at_stage(self.send if self.send_backward is None else self.send_backward, action.stage - 1)
+        return at_stage(self.send, action.stage if action.kind is Kind.FORWARD else action.stage - 1)
 
     def of_a_share(self, share: Number) -> Costs:
         """The costs of a stage that is this share of the present one; its messages are as large.

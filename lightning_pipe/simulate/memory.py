@@ -28,8 +28,6 @@ class Memory:
         activations: that a forward pass keeps for its backward pass, for one micro-batch, the input included.
         inputs: the stage's input for one micro-batch: what is kept where activations are recomputed.
         messages: one micro-batch's message over the boundary above the stage, activation or gradient.
-        after_input: of ``activations`` what is still held between the two halves of a split backward pass; by
-            default all of it, as in this package's engine.
         summed: of ``gradients`` what is still held behind a stage's last backward pass of a batch, where its holders
             divide the sums; by default all of them.
 
@@ -44,7 +42,6 @@ class Memory:
     activations: PerStage = 0
     inputs: PerStage = 0
     messages: PerStage = 0
-    after_input: PerStage | None = None
     summed: PerStage | None = None
 
     def at(self, stage: int) -> StageBytes:
@@ -58,7 +55,6 @@ class Memory:
             activations,
             at_stage(self.inputs, stage),
             at_stage(self.messages, stage),
-            activations if self.after_input is None else at_stage(self.after_input, stage),
             gradients if self.summed is None else at_stage(self.summed, stage),
         )
 
@@ -72,7 +68,6 @@ class StageBytes(NamedTuple):
     activations: Number
     inputs: Number
     messages: Number
-    after_input: Number
     summed: Number
 
 
@@ -150,12 +145,8 @@ def _of_activations(timed: list[Timed], memory: Memory) -> Iterator[Change]:
                 yield start, "activations", own.inputs if action[1:4] in recomputed else own.activations
             case Kind.RECOMPUTE:
                 yield start, "activations", own.activations - own.inputs
-            case Kind.BACKWARD:
+            case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
                 yield end, "activations", -own.activations
-            case Kind.BACKWARD_INPUT:
-                yield end, "activations", own.after_input - own.activations
-            case Kind.BACKWARD_WEIGHT:
-                yield end, "activations", -own.after_input
 
 
 def _of_gradients(timed: list[Timed], memory: Memory) -> Iterator[Change]:

@@ -55,7 +55,6 @@ def run(schedule: Schedule, costs: Costs) -> Run:
         schedule,
         costs.duration,
         costs.transfer,
-        overhead=costs.overhead,
         occupies=costs.occupies,
         links=costs.links,
         overlap=costs.overlap,

@@ -51,13 +51,3 @@ def test_recomputation_keeps_inputs() -> None:
     schedule = with_recompute(schedules.get("pipedream_2bw").build(4, 24), "always")
     first = peak(memory_over_time(schedule, memory)[0])
     assert first.total == 2 * 20 + 10 + 4 * 3 - 3
-
-
-def test_split_backward_may_drop_a_part_early() -> None:
-    schedule = schedules.get("zero_bubble").build(4, 8)
-    whole, part = (
-        [peak(points).activations for points in memory_over_time(schedule, Memory(activations=4, after_input=rest))]
-        for rest in (None, 1)
-    )
-    assert all(less <= all_of_it for less, all_of_it in zip(part, whole, strict=True))
-    assert sum(part) < sum(whole)
