@@ -26,7 +26,7 @@ BUDGET = {
     "parameters": 2070,
     "construction": 1550,
     "partition": 1370,
-    "simulate": 1250,
+    "simulate": 1200,
     "sharding": 1060,
     "batches": 1020,
     "profiling": 920,

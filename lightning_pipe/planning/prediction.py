@@ -387,7 +387,7 @@ def stage_memory(
 
 def rank_bytes(schedule: Schedule, memory: Memory) -> list[float]:
     """The most that every rank holds: activations and gradients by the order of actions, and one message each way."""
-    alone = memory_over_time(schedule, replace(memory, messages=0))
+    alone = memory_over_time(schedule, memory)
     stages = ([memory.at(stage) for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks))
     messages = (max((each.messages + each.inputs for each in own), default=0) for own in stages)
     return [float(peak(points).total + message) for points, message in zip(alone, messages, strict=True)]

@@ -1,18 +1,16 @@
-"""What every rank holds in memory over the time of a batch, in bytes."""
+"""What every rank holds in memory in the course of a batch, in bytes."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 from lightning_pipe.schedules.action import Kind
-from lightning_pipe.schedules.dependencies import Number, Run, Timed, versions_after
+from lightning_pipe.schedules.dependencies import Number, versions_after
 from lightning_pipe.schedules.ir import Schedule
-from lightning_pipe.simulate.costs import Costs, PerStage, at_stage
-from lightning_pipe.simulate.simulator import run
+from lightning_pipe.simulate.costs import PerStage, at_stage
 
 _MAKE_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
@@ -72,34 +70,30 @@ class StageBytes(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank holds from ``time`` on, in bytes."""
+    """What a rank holds at some point of its order, in bytes."""
 
-    time: Number
     weights: Number
     gradients: Number
     optimizer: Number
     activations: Number
-    messages: Number
 
     @property
     def total(self) -> Number:
         """All of it."""
-        return sum(self[1:])
+        return sum(self)
 
 
-def memory_over_time(schedule: Schedule, memory: Memory, costs: Costs | None = None) -> tuple[tuple[Held, ...], ...]:
-    """For every rank what it holds, from each change to the next.
+def memory_over_time(schedule: Schedule, memory: Memory) -> tuple[tuple[Held, ...], ...]:
+    """For every rank what it holds at the beginning, and while and after each of its actions.
 
-    Weights are held all the time, more than once where a rank holds several versions of them; the optimizer's state
-    is that of a run under way. Gradients are dropped by the optimizer step. An activation is held from its forward
-    pass, or its recomputation, to the end of its last backward action; a message by its sender until it is sent and
-    by its receiver until the action that needs it begins.
+    This depends on the order of its actions alone. Weights are held all the time, more than once where a rank holds
+    several versions of them; the optimizer's state is that of a run under way. Gradients are dropped by the optimizer
+    step. An activation is held from its forward pass, or its recomputation, to the end of its last backward action.
+    Messages are left out.
 
     Args:
         schedule: the schedule, with its recomputation.
         memory: bytes by stage.
-        costs: times, which say how long messages are held. Peaks of the rest depend on the order of actions alone:
-            without costs nothing is simulated, messages take no time, and a rank's actions one unit each.
 
     Example:
         >>> from lightning_pipe.schedules import OneFOneB
@@ -107,23 +101,7 @@ def memory_over_time(schedule: Schedule, memory: Memory, costs: Costs | None = N
         >>> [peak(rank).activations for rank in points]
         [20, 15, 10, 5]
     """
-    if costs is None:
-        orders = [[Timed(action, index, index + 1) for index, action in enumerate(order)] for order in schedule.actions]
-        ran = Run(orders, [])
-    else:
-        ran = run(schedule, costs)
-    changes: list[list[Change]] = [[] for _ in range(schedule.ranks)]
-    for rank, timed in enumerate(ran.played):
-        changes[rank] += _of_activations(timed, memory)
-        changes[rank] += _of_gradients(timed, memory)
-        changes[rank] += _of_versions(schedule, rank, timed, memory)
-    for message in ran.messages:
-        forward = message.action.kind is Kind.FORWARD
-        boundary = message.action.stage - (0 if forward else 1)
-        size = memory.at(boundary).messages
-        for rank, end in ((message.sender, message.end), (message.receiver, message.taken)):
-            changes[rank] += [(message.start, "messages", size), (end, "messages", -size)]
-    return tuple(tuple(_curve(schedule, rank, memory, own)) for rank, own in enumerate(changes))
+    return tuple(tuple(_held(schedule, rank, memory)) for rank in range(schedule.ranks))
 
 
 def peak(points: tuple[Held, ...]) -> Held:
@@ -131,67 +109,40 @@ def peak(points: tuple[Held, ...]) -> Held:
     return max(points, key=lambda held: held.total)
 
 
-Change = tuple[Number, str, Number]
-"""``(time, part, bytes)``: a part of `Held` grows by so many bytes."""
-
-
-def _of_activations(timed: list[Timed], memory: Memory) -> Iterator[Change]:
-    recomputed = {entry.action[1:4] for entry in timed if entry.action.kind is Kind.RECOMPUTE}
-    sizes = {stage: memory.at(stage) for stage in {entry.action.stage for entry in timed}}
-    for action, start, end in timed:
-        own = sizes[action.stage]
-        match action.kind:
-            case Kind.FORWARD:
-                yield start, "activations", own.inputs if action[1:4] in recomputed else own.activations
-            case Kind.RECOMPUTE:
-                yield start, "activations", own.activations - own.inputs
-            case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
-                yield end, "activations", -own.activations
-
-
-def _of_gradients(timed: list[Timed], memory: Memory) -> Iterator[Change]:
-    """From the first backward action that makes gradients of weights to the step; behind the last they are summed."""
-    held: set[int] = set()
-    last = {stage: index for index, ((kind, stage, *_), _, _) in enumerate(timed) if kind in _MAKE_GRADIENTS}
-    sizes = {stage: memory.at(stage) for stage in last}
-    for index, ((kind, stage, *_), start, end) in enumerate(timed):
-        if stage not in sizes:
-            continue
-        own = sizes[stage]
-        if kind in _MAKE_GRADIENTS and stage not in held:
-            held.add(stage)
-            yield start, "gradients", own.gradients
-        elif kind is Kind.STEP and stage in held:
-            held.remove(stage)
-            yield end, "gradients", -own.gradients
-        if last.get(stage) == index and own.summed != own.gradients:
-            yield end, "gradients", own.summed - own.gradients
-
-
-def _of_versions(schedule: Schedule, rank: int, timed: list[Timed], memory: Memory) -> Iterator[Change]:
-    """A step makes a version while older ones are needed; the last backward action on a version frees it."""
-    before: Counter[int] = Counter()
-    for index, (stage, number) in sorted(versions_after(schedule, rank).items()):
-        action, start, end = timed[index]
-        more = number - 1 - before[stage]
-        before[stage] += more
-        if more:
-            yield start if action.kind is Kind.STEP else end, "weights", more * memory.at(stage).weights
-
-
-def _curve(schedule: Schedule, rank: int, memory: Memory, changes: list[Change]) -> Iterator[Held]:
-    now: dict[str, Number] = defaultdict(int)
-    for stage in schedule.stages_of(rank):
-        own = memory.at(stage)
-        now["weights"] += own.weights
-        now["optimizer"] += own.optimizer
-    held = Held(0, *(now[part] for part in Held._fields[1:]))
-    # What ends at a moment is let go before what begins at it.
-    ordered = sorted(changes, key=lambda change: (change[0], change[2] > 0))
-    yield held
-    for (time, _), group in groupby(ordered, key=lambda change: (change[0], change[2] > 0)):
-        for _, part, size in group:
-            now[part] += size
-        before, held = held, Held(time, *(now[part] for part in Held._fields[1:]))
-        if held[1:] != before[1:]:
-            yield held
+def _held(schedule: Schedule, rank: int, memory: Memory) -> Iterator[Held]:
+    order, versions = schedule.actions[rank], versions_after(schedule, rank)
+    sizes = {stage: memory.at(stage) for stage in schedule.stages_of(rank)}
+    recomputed = {action[1:4] for action in order if action.kind is Kind.RECOMPUTE}
+    last = {action.stage: index for index, action in enumerate(order) if action.kind in _MAKE_GRADIENTS}
+    weights = sum(own.weights for own in sizes.values())
+    optimizer = sum(own.optimizer for own in sizes.values())
+    gradients: Number = 0
+    activations: Number = 0
+    with_gradients: set[int] = set()
+    older: Counter[int] = Counter()  # versions of a stage's weights beside its newest
+    yield Held(weights, gradients, optimizer, activations)
+    for index, action in enumerate(order):
+        kind, stage = action.kind, action.stage
+        own, back = sizes[stage], kind in _MAKE_GRADIENTS
+        # a step makes a version while older ones are needed; the last backward action on a version frees it
+        more = versions[index][1] - 1 - older[stage] if index in versions else 0
+        older[stage] += more
+        if kind is Kind.FORWARD:
+            activations += own.inputs if action[1:4] in recomputed else own.activations
+        elif kind is Kind.RECOMPUTE:
+            activations += own.activations - own.inputs
+        elif kind is Kind.STEP:
+            weights += more * own.weights
+        elif back and stage not in with_gradients:
+            with_gradients.add(stage)
+            gradients += own.gradients
+        yield Held(weights, gradients, optimizer, activations)
+        if back:
+            activations -= own.activations
+            weights += more * own.weights
+            if last[stage] == index:
+                gradients += own.summed - own.gradients
+        elif kind is Kind.STEP and stage in with_gradients:
+            with_gradients.remove(stage)
+            gradients -= own.gradients
+        yield Held(weights, gradients, optimizer, activations)

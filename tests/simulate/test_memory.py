@@ -6,7 +6,7 @@ import pytest
 
 from lightning_pipe import schedules
 from lightning_pipe.schedules import GPipe, OneFOneB, with_recompute
-from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
+from lightning_pipe.simulate import Memory, memory_over_time, peak, simulate
 
 
 @pytest.mark.parametrize("name", schedules.names())
@@ -22,20 +22,12 @@ def test_peaks_are_those_of_the_counters(name: str) -> None:
 
 def test_everything_is_let_go_at_the_end() -> None:
     schedule = OneFOneB().build(4, 8)
-    memory = Memory(weights=10, gradients=5, optimizer=3, activations=2, messages=1)
-    for points in memory_over_time(schedule, memory, Costs(1, 2, send=1)):
+    memory = Memory(weights=10, gradients=5, optimizer=3, activations=2)
+    for points in memory_over_time(schedule, memory):
         assert points[0].total == 13
-        assert points[-1].activations == points[-1].messages == 0
+        assert points[-1].activations == 0
         assert points[-1].gradients == 5
         assert all(value >= 0 for point in points for value in point)
-
-
-def test_messages_on_their_way_are_held_at_both_ends() -> None:
-    memory = Memory(messages=[6, 0])
-    sender, receiver = memory_over_time(GPipe().build(2, 1), memory, Costs(1, 1, send=4))
-    # the activation leaves at 1 and is there at 5, the gradient leaves at 7 and is there at 11
-    assert [(point.time, point.messages) for point in sender] == [(0, 0), (1, 6), (5, 0), (7, 6), (11, 0)]
-    assert [(point.time, point.messages) for point in receiver if point.time < 6][-2:] == [(1, 6), (5, 0)]
 
 
 def test_recomputation_keeps_inputs() -> None:
