@@ -33,24 +33,11 @@ class Timed(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The result of an action on its way to another rank.
+    """The result of an action on its way from a rank; ``start`` to ``end`` is when it occupies its link."""
 
-    ``start`` to ``end`` is when it occupies its link; ``taken`` is when the action that needs it starts.
-    """
-
-    action: Action
     sender: int
-    receiver: int
     start: Number
     end: Number
-    taken: Number
-
-
-class Run(NamedTuple):
-    """For every rank its actions with start and end, and the messages between ranks in the order of their arrival."""
-
-    played: list[list[Timed]]
-    messages: list[Message]
 
 
 def result_of(action: Action) -> Result | None:
@@ -113,7 +100,7 @@ def play(
     occupies: Occupied = "neither",
     links: Links = "free",
     overlap: Number | None = None,
-) -> Run:
+) -> list[list[Timed]]:
     """Run every rank's actions in order, each as soon as its rank is free and what it needs has arrived.
 
     ::
@@ -137,7 +124,7 @@ def play(
             the other.
 
     Returns:
-        The actions and messages, in exactly the arithmetic of the times given.
+        For every rank its actions with start and end, in exactly the arithmetic of the times given.
 
     Raises:
         ScheduleError: the ranks wait for each other.
@@ -162,14 +149,13 @@ class _Player:
         self.to_come = [deque(in_one(order, overlaps=self.overlap is not None)) for order in orders]
         self.running: list[tuple[Action, ...]] = [() for _ in orders]
         self.played: list[list[Timed]] = [[] for _ in orders]
-        self.messages: list[Message] = []
         self.free: list[Number] = [0] * len(orders)
         self.sent: dict[Result, Message] = {}
         self.waiting: dict[Result, int] = {}
         self.taken: dict[tuple[int, int], Number] = {}  # until when each link is
         self.ends: list[tuple[Number, int]] = []
 
-    def run(self) -> Run:
+    def run(self) -> list[list[Timed]]:
         for rank in range(len(self.played)):
             self.begin(rank)
         while self.ends:
@@ -178,7 +164,7 @@ class _Player:
             self.begin(rank)
         if any(self.to_come):
             raise _stuck(self.schedule, self.played, self.waiting, self.overlap is not None)
-        return Run(self.played, self.messages)
+        return self.played
 
     def begin(self, rank: int) -> None:
         """Let a free rank begin its next action, or wait for what it needs."""
@@ -197,7 +183,6 @@ class _Player:
                 start = max(start, message.start) + (message.end - message.start)
             else:
                 start = max(start, message.end)
-            self.messages.append(message._replace(taken=start))
         for action in block:
             self.played[rank].append(Timed(action, start, start + self.duration(action)))
             start = self.played[rank][-1].end
@@ -212,7 +197,7 @@ class _Player:
                 continue
             receiver = consumer_rank(action, self.schedule.stages, self.schedule.placement)
             if receiver is None or receiver == rank:
-                self.sent[result] = Message(action, rank, rank, end, end, end)
+                self.sent[result] = Message(rank, end, end)
             else:
                 self.sent[result] = self.send(action, rank, receiver, self.free[rank])
             if result in self.waiting:
@@ -228,7 +213,7 @@ class _Player:
             start = max(ready, self.taken.get(link, ready))
             self.taken[link] = start + time
         self.free[rank] = start + time if self.occupies in ("sender", "both") else ready
-        return Message(action, rank, receiver, start, start + time, start + time)
+        return Message(rank, start, start + time)
 
 
 def held(orders: Iterable[Iterable[Action]]) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lightning_pipe.schedules.action import Kind
-from lightning_pipe.schedules.dependencies import Number, Run, Timed, play
+from lightning_pipe.schedules.dependencies import Number, Timed, play
 from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.schedules.passes.lower import put_off, reductions
 from lightning_pipe.simulate.costs import Costs, at_stage
@@ -34,7 +34,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         (33, Fraction(3, 11), (4, 3, 2, 1))
     """
     costs = costs or Costs()
-    played = run(schedule, costs).played
+    costs.check(schedule.stages)
+    played = play(
+        schedule,
+        costs.duration,
+        costs.transfer,
+        occupies=costs.occupies,
+        links=costs.links,
+        overlap=costs.overlap,
+    )
     events = [
         Event(rank, action.kind, action.stage, action.micro_batch, action.pipe, start, end)
         for rank, timed in enumerate(played)
@@ -46,19 +54,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     if not schedule.synchronous:
         timeline = replace(timeline, synchronous=False, steady=timeline.repeating())
     return timeline
-
-
-def run(schedule: Schedule, costs: Costs) -> Run:
-    """The actions and messages of all ranks under these costs."""
-    costs.check(schedule.stages)
-    return play(
-        schedule,
-        costs.duration,
-        costs.transfer,
-        occupies=costs.occupies,
-        links=costs.links,
-        overlap=costs.overlap,
-    )
 
 
 def _ends(schedule: Schedule, costs: Costs, played: Sequence[Sequence[Timed]]) -> Iterator[Event]:
@@ -76,7 +71,7 @@ def _ends(schedule: Schedule, costs: Costs, played: Sequence[Sequence[Timed]]) -
                 complete[action.stage] = max(end, complete.get(action.stage, end))
         # The engine puts reductions off by the order that is fixed before a run: that of nominal times. One of the
         # options alone looks at it.
-        late = put_off(schedule, play(schedule).played if schedule.options.get("sync") == "eager_opt" else [])
+        late = put_off(schedule, play(schedule) if schedule.options.get("sync") == "eager_opt" else [])
         for stage in reductions(late, complete):
             cost, holders = at_stage(costs.reduce, stage), schedule.holders(stage)
             if cost > 0:

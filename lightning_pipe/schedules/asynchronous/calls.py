@@ -107,7 +107,7 @@ class Cut:
                 duration=lambda action: 0,
                 transfer=lambda action: int(action.kind is Kind.FORWARD),
                 release=earliest,
-            ).played
+            )
             postponed = self._postponed(played)
             if not postponed:
                 return played

@@ -93,7 +93,7 @@ def lower(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Lowered:
         0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE
         1RECV_F0<0 1F0 1B0 1SEND_B0>0 1REDUCE
     """
-    played = play(schedule).played
+    played = play(schedule)
     before: list[Slots] = [[[] for _ in timed] for timed in played]
     after: list[Slots] = [[[] for _ in range(len(timed) + 1)] for timed in played]
     for lane in _lanes(schedule, played, skips):
