@@ -29,7 +29,7 @@ BUDGET = {
     "simulate": 1190,
     "sharding": 1060,
     "batches": 1020,
-    "profiling": 920,
+    "profiling": 900,
     "plain": 540,
     "skip": 430,
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_pipe.batches.split_batch import samples, split
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.patches import unheard
@@ -113,27 +114,11 @@ def _one_batch(batch: Any) -> Any:
     return next(iter(batch)) if isinstance(batch, DataLoader) else batch
 
 
-def samples_in(batch: Any) -> int:
-    """The length of the batch's tensors along dimension 0.
-
-    Raises:
-        ConfigurationError: it holds no tensor.
-    """
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return len(leaf)
-    raise ConfigurationError("The batch holds no tensor with samples along dimension 0.", hint="Give one that does.")
-
-
-def first(batch: Any, samples: int) -> Any:
-    """The first samples of a batch: of every tensor that has its length along dimension 0."""
-    number = samples_in(batch)
-
-    def cut(leaf: Any) -> Any:
-        whole = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == number
-        return leaf[:samples].clone() if whole else leaf
-
-    return tree_map(cut, batch)
+def first(batch: Any, number: int) -> Any:
+    """The first samples of a batch, cut as in a run; they do not share the memory of the others."""
+    rest = samples(batch) - number
+    part = split(batch, [number, rest])[0] if rest else batch
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
 
 
 def shapes_of_a_sample(batch: Any) -> str:
@@ -149,7 +134,7 @@ def shapes_of_a_sample(batch: Any) -> str:
 
 
 def _sizes(batch: Any, wanted: Sequence[int] | None) -> list[int]:
-    number = samples_in(batch)
+    number = samples(batch)
     if wanted is None:
         return [size for size in SIZES if size <= number] or [number]
     sizes = sorted(set(wanted))
