@@ -133,8 +133,7 @@ def memory_facts(processes: Sequence[ProcessMemory]) -> list[tuple[str, str]]:
     Example:
         >>> for name, line in memory_facts([ProcessMemory(0, 2 << 30, StepBytes(0, 0, 0), 8 << 30, 1 << 20, True)]):
         ...     print(f"{name}: {line}")
-        Host: rank 0: 2 GiB to build, 1 MiB while saving
-        Device: rank 0: 8 GiB from the first step on
+        Memory: rank 0: 2 GiB to build, 8 GiB on the device from the first step on, 1 MiB while saving
     """
     if not processes:
         return []
@@ -142,13 +141,9 @@ def memory_facts(processes: Sequence[ProcessMemory]) -> list[tuple[str, str]]:
     if len(rows) > _SHOWN:
         most = (max(row[column] for row in rows) for column in (1, 2, 3))
         rows = [(f"the most of {len(rows)} ranks", *most)]  # type: ignore[list-item]
-    if not processes[0].on_device:
-        lines = [
-            f"{who}: {memory(build)} to build, {memory(step)} from the first step on, {memory(saving)} while saving"
-            for who, build, step, saving in rows
-        ]
-        return [("Host", lines[0]), *(("", line) for line in lines[1:])]
-    host = [f"{who}: {memory(build)} to build, {memory(saving)} while saving" for who, build, _, saving in rows]
-    device = [f"{who}: {memory(step)} from the first step on" for who, _, step, _ in rows]
-    names = ["Host", *[""] * (len(rows) - 1), "Device", *[""] * (len(rows) - 1)]
-    return list(zip(names, host + device, strict=True))
+    where = " on the device" if processes[0].on_device else ""
+    lines = [
+        f"{who}: {memory(build)} to build, {memory(step)}{where} from the first step on, {memory(saving)} while saving"
+        for who, build, step, saving in rows
+    ]
+    return list(zip(["Memory", *[""] * (len(lines) - 1)], lines, strict=True))

@@ -36,13 +36,13 @@ def test_the_host_is_the_device_of_a_cpu() -> None:
     assert first.saving == first.step + PIECES
     # what it has, what it gathers, and the bytes of the file: 8 + 3 * (6 - 2) + 3 * 6
     text = str(plan(2, "cpu"))
-    assert "Host      rank 0: 5 MiB to build, 8 MiB from the first step on, 38 MiB while saving" in text
-    assert "Device" not in text
-    assert "Device    rank 0: 8 MiB from the first step on" in str(plan(2, "gpu"))
+    assert "Memory    rank 0: 5 MiB to build, 8 MiB from the first step on, 38 MiB while saving" in text
+    assert "6 MiB to build, 16 MiB on the device from the first step on, 66 MiB while saving" in str(plan(2, "gpu"))
 
 
 def test_many_ranks_have_one_line() -> None:
-    assert "Host      the most of 16 ranks: 6 MiB to build, 204 MiB while saving" in str(plan(16, "gpu"))
+    line = "Memory    the most of 16 ranks: 6 MiB to build, 16 MiB on the device from the first step on, 204 MiB"
+    assert line in str(plan(16, "gpu"))
 
 
 def test_what_holders_divide_is_theirs_together() -> None:
