@@ -21,7 +21,7 @@ BUDGET = {
     "intercept": 8040,
     "engine": 4800,
     "schedules": 3410,
-    "planning": 2490,
+    "planning": 2470,
     "transport": 2570,
     "parameters": 2070,
     "construction": 1550,

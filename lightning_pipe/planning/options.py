@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -203,6 +204,8 @@ class SearchOptions:
         return layout(self.ranks, tensor_parallel_size=self.tensor_parallel_size).pipeline_parallel_size
 
     @property
-    def limit(self) -> float | None:
-        """Bytes that each process may hold."""
+    def limit(self) -> float:
+        """Bytes that each process may hold; infinite: any."""
+        if self.memory is None:
+            return math.inf
         return number_of_bytes(self.memory) if isinstance(self.memory, str) else self.memory

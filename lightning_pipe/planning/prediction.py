@@ -120,7 +120,6 @@ class Predictor:
         self.cut = cache(self._divided)
         self._built = cache(_built)
         self._passed = cache(self._passes)
-        self._changing = cache(self._changes)
         self._schedule = cache(lambda recompute, *given: with_recompute(self._built(*given), recompute))
 
     def layers(self, one: Configuration) -> tuple[int, ...]:
@@ -145,18 +144,8 @@ class Predictor:
 
     def peak(self, one: Configuration) -> float:
         """The most bytes that a rank holds."""
-        # to divide the optimizer's state alone changes nothing but what is held all the time
-        alike = replace(one, shard_optimizer=False) if one.shard_optimizer is True else one
-        schedule = self.schedule(one, self.numbers(one)[0])
-        memory = self.memory(one, self.layers(one), schedule)
-        state = (sum(memory.at(stage).optimizer for stage in schedule.stages_of(rank)) for rank in range(one.ranks))
-        return max(changing + own for changing, own in zip(self._changing(alike), state, strict=True))
-
-    def _changes(self, one: Configuration) -> list[float]:
         layers = self.layers(one)
-        return self._along(
-            one, lambda schedule: rank_bytes(schedule, replace(self.memory(one, layers, schedule), optimizer=0))
-        )
+        return max(self._along(one, lambda schedule: rank_bytes(schedule, self.memory(one, layers, schedule))))
 
     def predict(self, one: Configuration) -> Prediction:
         """Predict time and memory of one configuration."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
+from math import inf
 
 from torch import nn
 
@@ -138,36 +139,36 @@ class _Search:
 
     Args:
         predictor: of the module.
-        limit: bytes that a rank may hold; ``None``: any.
+        limit: bytes that a rank may hold; infinite: any.
     """
 
-    def __init__(self, predictor: Predictor, limit: float | None) -> None:
+    def __init__(self, predictor: Predictor, limit: float) -> None:
         self.predictor, self.limit = predictor, limit
 
     def run(self, candidates: list[Configuration], shown: int, start: float) -> SearchResult:
         """The best of the candidates, simulated in the order of their bounds."""
-        heap = [(self.bound(one), number, one) for number, one in enumerate(candidates)]
+        heap = [(self.bound(one), number, 0) for number, one in enumerate(candidates)]
         heapify(heap)
         best: list[tuple[float, int, Configuration]] = []
         known: set[object] = set()
         ruled_out: list[tuple[float, Configuration]] = []
         simulated = 0
         while heap and not (len(best) == shown and heap[0][0] >= best[-1][0]):
-            _, number, one = heappop(heap)
+            _, number, rung = heappop(heap)
+            ladder = self.ladder(candidates[number])
+            one = ladder[rung]
             try:
-                if one.recompute == "never":
+                if rung == 0:
                     if (order := self.order(one)) in known:
                         continue
                     known.add(order)
-                fitting, least = self.divided(one)
-                if fitting is not None:
+                if (needed := self.needed(one)) <= self.limit:
                     simulated += 1
-                    best = sorted([*best, (self.predictor.seconds(fitting), number, fitting)])[:shown]
-                elif one.recompute == "never":
-                    again = replace(one, recompute="always")
-                    heappush(heap, (self.bound(again), number, again))
+                    best = sorted([*best, (self.predictor.seconds(one), number, one)])[:shown]
+                elif one is not ladder[-1]:
+                    heappush(heap, (self.bound(ladder[rung + 1]), number, rung + 1))
                 else:
-                    ruled_out.append((least, one))
+                    ruled_out.append((needed, one))
             except ScheduleError:
                 continue  # the family has no order for these numbers
         if not best:
@@ -188,36 +189,25 @@ class _Search:
             if one.micro_batches >= one.ranks:
                 places[one.family, one.ranks, one.stages].append(one)
         for ones in places.values():
-            found = None
-            for one in ones:
-                changed, _ = self.fitting(one)
-                found = found or (None if changed is None else one)
-                if changed is not None and changed.recompute == "never":
-                    found = one
-                    break
-            if found is not None:
-                yield found
+            fitting = [(one, found) for one in ones if (found := self.fitting(one)) is not None]
+            if fitting:
+                yield next((one for one, found in fitting if found.recompute == "never"), fitting[0][0])
 
-    def fitting(self, one: Configuration) -> tuple[Configuration | None, float]:
-        """The configuration with the least that makes it fit, or ``None`` and the bytes that it needs at least."""
-        found, least = self.divided(one)
-        return (found, least) if found is not None else self.divided(replace(one, recompute="always"))
+    def ladder(self, one: Configuration) -> list[Configuration]:
+        """The configuration, and what becomes of it where it does not fit: each needs less memory."""
+        sharded = [replace(one, shard_optimizer=sharding) for sharding in _shardings(one)]
+        return [*sharded, *(replace(each, recompute="always") for each in sharded)]
 
-    def divided(self, one: Configuration) -> tuple[Configuration | None, float]:
-        """The same, without recomputation of its own accord."""
-        if self.limit is None:
-            return one, 0.0
-        first, *others = (replace(one, shard_optimizer=sharding) for sharding in _shardings(one))
-        if (needed := self.needed(first)) <= self.limit or not others:
-            return first if needed <= self.limit else None, needed
-        if (needed := self.needed(others[-1])) > self.limit:  # that which needs least
-            return None, needed
-        return next((each, needed) for each in others if self.needed(each) <= self.limit)
+    def fitting(self, one: Configuration) -> Configuration | None:
+        """The first rung of its ladder that fits."""
+        return next((each for each in self.ladder(one) if self.needed(each) <= self.limit), None)
 
     def needed(self, one: Configuration) -> float:
-        """The most bytes that a rank holds, or more than may be held."""
+        """The most bytes that a rank holds, or more than may be held; nobody asks where there is no limit."""
+        if self.limit == inf:
+            return 0.0
         held = self.held(one)
-        return self.predictor.peak(one) if self.limit is None or held <= self.limit else held
+        return self.predictor.peak(one) if held <= self.limit else held
 
     def order(self, one: Configuration) -> object:
         """What tells runs apart: small variants of a family may be the same order, with sums at the same time."""
@@ -253,7 +243,7 @@ class _Search:
 
     def nothing_fits(self, number: int, ruled_out: Sequence[tuple[float, Configuration]]) -> ConfigurationError:
         """The error if no configuration is left."""
-        if self.limit is None or not ruled_out:
+        if not ruled_out:
             return ConfigurationError(
                 f"None of {number} configurations can be built.",
                 hint="Use no more stages than layers, of which some schedules have two for each rank, and a global "

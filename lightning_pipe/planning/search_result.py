@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from lightning_pipe.config import divided
 from lightning_pipe.planning.prediction import Configuration, Prediction
@@ -22,7 +23,7 @@ class SearchResult:
         considered: how many configurations there are.
         simulated: how many of them were simulated; the bounds of the others were too high.
         seconds: that the search took.
-        limit: bytes that a rank may hold.
+        limit: bytes that a rank may hold; infinite: any.
     """
 
     choices: tuple[Prediction, ...]
@@ -30,7 +31,7 @@ class SearchResult:
     considered: int
     simulated: int
     seconds: float
-    limit: float | None = None
+    limit: float = inf
 
     @property
     def best(self) -> Prediction:
@@ -64,7 +65,7 @@ class SearchResult:
             f"{several(self.considered, 'configuration')} considered, {self.simulated} of them simulated, "
             f"in {self.seconds:.1f} s",
         ]
-        if self.limit is not None:
+        if self.limit < inf:
             out = f"{len(self.ruled_out)} of those looked at do not fit into {memory(self.limit)}"
             if self.ruled_out:
                 needed, small = self.ruled_out[0]
