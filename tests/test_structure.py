@@ -20,7 +20,7 @@ BUDGET = {
     "trainer": 8480,
     "intercept": 8040,
     "engine": 4800,
-    "schedules": 3410,
+    "schedules": 3400,
     "planning": 2470,
     "transport": 2570,
     "parameters": 2070,

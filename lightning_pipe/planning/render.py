@@ -49,7 +49,6 @@ class Plan:
         batch: the batch equation of the first batch, if its size is known.
         bubble: predicted bubble ratio, if the schedule is known.
         ties: names of parameters held on several stages, with those stages.
-        carried: what crosses the cuts besides one activation each, in words; known after the first batch.
         notes: further lines.
         memory: what each process will need, in the order of their numbers.
         topology: which process is where; ``None``: all are on one node.
@@ -62,7 +61,6 @@ class Plan:
     batch: BatchEquation | None = None
     bubble: float | None = None
     ties: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    carried: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     memory: tuple[ProcessMemory, ...] = ()
     topology: Topology | None = None
@@ -235,6 +233,5 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("", f"and {len(plan.ties) - 8} more parameters on several stages"))
     facts += memory_facts(plan.memory)
     facts += [] if plan.topology is None else node_facts(plan.topology)
-    facts += [("Carried", line) for line in plan.carried]
     facts += [("Note", line) for line in plan.notes]
     return facts

@@ -61,20 +61,13 @@ class Schedule:
     @cached_property
     def loss_ranks(self) -> tuple[int, ...]:
         """The ranks that compute a loss, in the order of their pipes and each once."""
-        return self._ends(self.stages - 1)
-
-    @cached_property
-    def input_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the first stage, in the order of their pipes and each once."""
-        return self._ends(0)
+        last = self.stages - 1
+        return tuple(dict.fromkeys(self.placement[pipe, last] for pipe in range(self.pipes)))
 
     @cached_property
     def _pipe_of(self) -> dict[int | None, int]:
         forwards = (action for order in self.actions for action in order if action.kind is Kind.FORWARD)
         return {action.micro_batch: action.pipe for action in forwards}
-
-    def _ends(self, stage: int) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self.placement[pipe, stage] for pipe in range(self.pipes)))
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
@@ -82,10 +75,6 @@ class Schedule:
         return tuple(
             max((held for _, held in versions_after(self, rank).values()), default=1) for rank in range(self.ranks)
         )
-
-    def rank_of(self, pipe: int, stage: int) -> int:
-        """The rank that computes ``stage`` for the micro-batches of ``pipe``."""
-        return self.placement[pipe, stage]
 
     def pipe_of(self, micro_batch: int) -> int:
         """The pipe a micro-batch takes."""

@@ -15,10 +15,10 @@ def test_a_schedule_knows_its_placement() -> None:
     schedule = Interleaved(virtual_stages=3).build(ranks=2, micro_batches=4)
     assert (schedule.pipes, schedule.stages, schedule.ranks) == (1, 6, 2)
     assert [schedule.stages_of(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
-    assert schedule.rank_of(0, 3) == 1
+    assert schedule.placement[0, 3] == 1
     assert schedule.pipe_of(2) == 0
     assert schedule.holders(4) == (0,)
-    assert (schedule.input_ranks, schedule.loss_ranks) == ((0,), (1,))
+    assert schedule.loss_ranks == (1,)
 
 
 @pytest.mark.parametrize("stages", [3, 4, 7, 8, 12])

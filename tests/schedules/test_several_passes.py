@@ -14,7 +14,7 @@ def test_stages_of_all_passes_are_on_the_ranks_of_the_first() -> None:
     one = Interleaved(2).build(ranks=2, micro_batches=4)
     twice = several_passes(one, 3)
     assert twice.stages == 12
-    assert [twice.rank_of(0, stage) for stage in range(12)] == 6 * [0, 1]
+    assert [twice.placement[0, stage] for stage in range(12)] == 6 * [0, 1]
     assert several_passes(one, 1) is one
 
 

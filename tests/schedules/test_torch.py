@@ -81,7 +81,7 @@ def test_a_file_dumped_by_torch_runs_here(name: str, stages: tuple[int, int], tm
     computed = {
         rank: [theirs._Action.from_str(cell) for cell in row if cell] for rank, row in enumerate(rows(name, 4, 8))
     }
-    ranks = {stage: schedule.rank_of(0, stage) for stage in range(8)}
+    ranks = {stage: schedule.placement[0, stage] for stage in range(8)}
     whole = theirs._add_send_recv(
         {rank: theirs._add_unshard_reshard(actions) for rank, actions in computed.items()}, ranks.__getitem__, 8
     )
@@ -100,7 +100,7 @@ def test_a_file_written_here_is_valid_there(schedule: Schedule, tmp_path: Path) 
     with open(tmp_path / "x.csv", newline="") as file:
         actions = {rank: [theirs._Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}
     ranks = theirs._validate_schedule(actions, schedule.ranks, schedule.stages, schedule.micro_batches)
-    assert ranks == {stage: schedule.rank_of(0, stage) for stage in range(schedule.stages)}
+    assert ranks == {stage: schedule.placement[0, stage] for stage in range(schedule.stages)}
     with io.StringIO() as text:
         csv.writer(text).writerows(actions.values())
         assert text.getvalue() == (tmp_path / "x.csv").read_bytes().decode()

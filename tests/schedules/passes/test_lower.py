@@ -35,7 +35,7 @@ def test_both_ends_agree_on_messages_that_skip_stages(name: str) -> None:
             lowered = lower(schedule, skips)
             assert_mirrored(lowered)
             assert any(action.other is not None for actions in lowered for action in actions) == any(
-                schedule.rank_of(pipe, early) != schedule.rank_of(pipe, late)
+                schedule.placement[pipe, early] != schedule.placement[pipe, late]
                 for pipe in map(schedule.pipe_of, range(schedule.micro_batches))
                 for early, late in skips
             )
@@ -48,7 +48,7 @@ def test_one_message_per_boundary_and_one_reduction_per_stage_are_inserted(name:
             lowered = lower(schedule)
             counts = Counter(action.kind for actions in lowered for action in actions)
             boundaries = sum(
-                schedule.rank_of(pipe, stage) != schedule.rank_of(pipe, stage + 1)
+                schedule.placement[pipe, stage] != schedule.placement[pipe, stage + 1]
                 for pipe in map(schedule.pipe_of, range(schedule.micro_batches))
                 for stage in range(schedule.stages - 1)
             )
