@@ -240,12 +240,11 @@ def _factors(world_size: int, ranks: int | Auto, replicas: int | Auto) -> tuple[
 def _quotient(world_size: int, name: str, size: int | Auto) -> int:
     whole = int(size)
     if world_size % whole:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ConfigurationError(
             f"The world size {world_size} is not divisible by {name}={whole} ({world_size} / {whole} = "
             f"{world_size / whole:.2f}).",
-            hint=f"Use {name}={_nearest_text(_around(whole, divisors))}, or start "
-            f"{_nearest_text(_multiples(world_size, whole))} processes.",
+            hint=f"Use one of {divisors} for {name}, or start a multiple of {whole} processes.",
         )
     return world_size // whole
 
@@ -253,21 +252,6 @@ def _quotient(world_size: int, name: str, size: int | Auto) -> int:
 def _check_count(name: str, value: object) -> None:
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigurationError(f'{name}={value!r}: a positive whole number or "auto" is needed.')
-
-
-def _around(value: int, sorted_values: Sequence[int]) -> list[int]:
-    below = [n for n in sorted_values if n <= value][-1:]
-    above = [n for n in sorted_values if n > value][:1]
-    return below + above
-
-
-def _multiples(value: int, factor: int) -> list[int]:
-    below = value // factor * factor
-    return [n for n in (below, below + factor) if n]
-
-
-def _nearest_text(values: Sequence[int]) -> str:
-    return " or ".join(map(str, values))
 
 
 def _range(sizes: Sequence[int]) -> str:
