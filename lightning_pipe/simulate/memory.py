@@ -25,7 +25,7 @@ class Memory:
         optimizer: state of the optimizer on one rank, after sharding; by default Adam's two moments.
         activations: that a forward pass keeps for its backward pass, for one micro-batch, the input included.
         inputs: the stage's input for one micro-batch: what is kept where activations are recomputed.
-        messages: one micro-batch's message over the boundary above the stage, activation or gradient.
+        messages: one micro-batch's message over the boundary above the stage, which predictions add.
         summed: of ``gradients`` what is still held behind a stage's last backward pass of a batch, where its holders
             divide the sums; by default all of them.
 
