@@ -17,12 +17,12 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "trainer": 8480,
-    "intercept": 8040,
-    "engine": 4800,
+    "intercept": 8030,
+    "trainer": 7860,
+    "engine": 4770,
     "schedules": 3400,
-    "planning": 2470,
     "transport": 2570,
+    "planning": 2470,
     "parameters": 2070,
     "construction": 1550,
     "partition": 1370,
@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 374, 134, 36
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 368, 131, 34
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""
