@@ -158,11 +158,13 @@ class _Search:
             ladder = self.ladder(candidates[number])
             one = ladder[rung]
             try:
-                if rung == 0:
+                needed = self.held(one)
+                if needed <= self.limit:  # only now its order is worth making
                     if (order := self.order(one)) in known:
                         continue
                     known.add(order)
-                if (needed := self.needed(one)) <= self.limit:
+                    needed = self.needed(one)
+                if needed <= self.limit:
                     simulated += 1
                     best = sorted([*best, (self.predictor.seconds(one), number, one)])[:shown]
                 elif one is not ladder[-1]:

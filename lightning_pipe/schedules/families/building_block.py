@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from operator import itemgetter
 
 from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.dependencies import Result, held, local_need, remote_need, result_of
@@ -59,7 +60,7 @@ def repeated(block: Callable[[int, int], Offsets], ranks: int, micro_batches: in
         1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
     """
     rows = [_Row(_repeat(block(ranks, rank), ranks, rank, micro_batches), ranks) for rank in range(ranks)]
-    limit = max(held(row.left for row in rows))
+    limit = max(held(map(itemgetter(0), row.left) for row in rows))
     done: set[Result | None] = {None}
     while any(row.left for row in rows):
         taken = [action for row in rows for action in row.take(done, limit)]
@@ -92,17 +93,18 @@ class _Row:
 
     def __init__(self, passes: Iterator[Action], ranks: int) -> None:
         self.ranks = ranks
-        self.left = list(passes)
+        # with what each waits for, since most are looked at again and again
+        self.left = [(action, local_need(action), remote_need(action, 2 * ranks)) for action in passes]
         self.order: list[Action] = []
         self.held = 0
-        self.downwards = sum(map(self._is_downwards, self.left))
+        self.downwards = sum(self._is_downwards(action) for action, *_ in self.left)
 
     def take(self, done: Container[Result | None], limit: int) -> Sequence[Action]:
         """The pass that runs next, if one can."""
         index = self._next(done, limit)
         if index is None:
             return ()
-        action = self.left.pop(index)
+        action, *_ = self.left.pop(index)
         self.held += _CHANGES.get(action.kind, 0)
         self.downwards -= self._is_downwards(action)
         self.order.append(action)
@@ -114,12 +116,12 @@ class _Row:
     def _next(self, done: Container[Result | None], limit: int) -> int | None:
         weight = None
         most = later = self.held
-        for index, action in enumerate(self.left):
+        for index, (action, own, other) in enumerate(self.left):
             fits = action.kind is not Kind.FORWARD or most < limit
-            if fits and local_need(action) in done and remote_need(action, 2 * self.ranks) in done:
+            if fits and own in done and other in done:
                 if self.downwards or action.kind is not Kind.BACKWARD_WEIGHT:
                     return index
                 weight = index if weight is None else weight
             later += _CHANGES.get(action.kind, 0)
-            most = max(most, later)
+            most = later if later > most else most  # max() takes longer than all the rest
         return weight
