@@ -3,7 +3,7 @@
 from lightning_pipe.construction.context import deferred_init, paused
 from lightning_pipe.construction.deferred import Deferred, attributes_of, is_deferred
 from lightning_pipe.construction.meta import initialise_meta, place_meta
-from lightning_pipe.construction.module import deferred_tensors, materialize
+from lightning_pipe.construction.module import materialize, tensors_of
 from lightning_pipe.construction.stored import read_out, safetensors_file, unread, unread_tensor
 from lightning_pipe.construction.unset import check_all_set
 
@@ -12,7 +12,6 @@ __all__ = [
     "attributes_of",
     "check_all_set",
     "deferred_init",
-    "deferred_tensors",
     "initialise_meta",
     "is_deferred",
     "materialize",
@@ -20,6 +19,7 @@ __all__ = [
     "place_meta",
     "read_out",
     "safetensors_file",
+    "tensors_of",
     "unread",
     "unread_tensor",
 ]

@@ -49,11 +49,14 @@ class Assignments:
 
     Args:
         assigned: see `_Data`.
+
+    Attributes:
+        alive: what belongs to the recorded tensors.
     """
 
     def __init__(self, assigned: Callable[[Tensor, Any], Any]) -> None:
         self.property = _Data(assigned)
-        self._alive: weakref.WeakSet[Alive] = weakref.WeakSet()
+        self.alive: weakref.WeakSet[Alive] = weakref.WeakSet()
         self._replaced: Any = None
         self._lock = threading.Lock()
 
@@ -65,7 +68,7 @@ class Assignments:
         """
         alive = Alive()
         with self._lock:
-            self._alive.add(alive)
+            self.alive.add(alive)
             if self._replaced is None:
                 self._replaced = replaced(torch.Tensor, "data", self.property)
                 self._replaced.__enter__()
@@ -74,6 +77,6 @@ class Assignments:
     def settle(self) -> None:
         """Put torch's property back if no recorded tensor is left."""
         with self._lock:
-            if self._replaced is not None and not self._alive:
+            if self._replaced is not None and not self.alive:
                 self._replaced.__exit__(None, None, None)
                 self._replaced = None

@@ -54,6 +54,7 @@ class Deferred(Tensor):
             requires_grad=False,
         )
         vars(made).update({_AT: view, _META: meta, _ALIVE: ASSIGNMENTS.watch()})
+        view.cell.users.add(vars(made)[_ALIVE])
         return made
 
     @classmethod
@@ -291,6 +292,7 @@ def _set_data(tensor: Deferred, value: Tensor) -> None:
         value = backed(value)
     DATA.__set__(tensor, value.detach())
     vars(tensor).update({_AT: view_of(value), _META: vars(value)[_META]})
+    view_of(value).cell.users.add(vars(tensor)[_ALIVE])
 
 
 def _assigned(tensor: Tensor, value: Any) -> Any:

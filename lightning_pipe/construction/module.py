@@ -1,55 +1,46 @@
-"""Deferred tensors of a module: found, and given their memory."""
+"""The tensors of a module: found, and given their memory."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_pipe.construction.deferred import ASSIGNMENTS, Deferred, real_like
+from lightning_pipe.construction.deferred import ASSIGNMENTS, Deferred, real_like, view_of
 from lightning_pipe.construction.unset import is_unset
 
 
-def deferred_tensors(module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[Deferred]:
-    """The deferred tensors of a module, each once: parameters, buffers, and those in attributes and containers.
-
-    Args:
-        module: the module.
-        without: parts of it that are left out.
-    """
-    left_out = {part for layer in without for part in layer.modules()}
+def tensors_of(*roots: object) -> Iterator[Tensor]:
+    """The tensors that attributes and containers of some objects lead to; torch's and Lightning's own are no way."""
     seen: set[int] = set()
-    for part in module.modules():
-        if part in left_out:
+    nodes = [node for root in roots for node in vars(root).values()]
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
             continue
-        waiting: list[Any] = list(vars(part).values())
-        while waiting:
-            value = waiting.pop()
-            if id(value) in seen or isinstance(value, nn.Module):
-                continue
-            if isinstance(value, Deferred):
-                seen.add(id(value))
-                yield value
-            elif isinstance(value, dict):
-                seen.add(id(value))
-                waiting += value.values()
-            elif isinstance(value, list | tuple | set):
-                seen.add(id(value))
-                waiting += value
+        seen.add(id(node))
+        if isinstance(node, Tensor):
+            yield node
+        elif isinstance(node, Mapping):
+            nodes.extend(node.values())
+        elif isinstance(node, list | tuple | set | deque):
+            nodes.extend(node)
+        elif isinstance(node, nn.Module) or (hasattr(node, "__dict__") and not _is_frameworks(type(node))):
+            nodes.extend(vars(node).values())
 
 
-def materialize(module: nn.Module, without: Iterable[nn.Module] = ()) -> None:
+def _is_frameworks(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins")
+
+
+def materialize(module: nn.Module) -> None:
     """Turn deferred tensors into ordinary ones, in place: everybody who refers to one has the ordinary one afterwards.
 
     Those stay that were on the meta device and have no values yet.
-
-    Args:
-        module: the module.
-        without: parts of it whose tensors stay as they are, unless others have them too.
 
     Example:
         >>> from lightning_pipe.construction import deferred_init
@@ -59,10 +50,15 @@ def materialize(module: nn.Module, without: Iterable[nn.Module] = ()) -> None:
         >>> type(layer.weight).__name__
         'Parameter'
     """
-    waiting = [tensor for tensor in deferred_tensors(module, without) if not is_unset(tensor)]
+    # attributes of modules may be large: without recorded tensors nobody looks at them
+    tensors = tensors_of(module) if ASSIGNMENTS.alive else ()
+    waiting = [tensor for tensor in tensors if isinstance(tensor, Deferred) and not is_unset(tensor)]
     with without_weak_references(module):
         for tensor in waiting:  # one after the other: what one is computed from is gone before the next
+            cell = view_of(tensor).cell
             torch.utils.swap_tensors(tensor, real_like(tensor))  # type: ignore[no-untyped-call]
+            if not cell.users:  # cells and operations refer to each other, and stay until Python collects them
+                cell.memory = None
     ASSIGNMENTS.settle()
 
 

@@ -18,6 +18,7 @@ as without a tape. An operation keeps the state that its generator had, and draw
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -39,11 +40,13 @@ class Cell:
         size: its bytes.
         writes: the operations that write to it, in order.
         memory: the storage, once it exists; from then on operations are no longer recorded but carried out.
+        users: what belongs to the recorded tensors that lie in it, and ends with them.
     """
 
     size: int = 0
     writes: list[Operation] = field(default_factory=list)
     memory: torch.UntypedStorage | None = None
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 class View(NamedTuple):

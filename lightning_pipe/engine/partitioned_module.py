@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.construction import materialize
 from lightning_pipe.errors import CutError, PartitionError
-from lightning_pipe.local_parts import DATA, dimensions, local
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.gradient_groups import HeldParameter, uses_of_ranks
 from lightning_pipe.parameters.holder_map import named_tensors
@@ -20,6 +20,8 @@ from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.passes.recompute import with_recompute
+from lightning_pipe.sharding.roots import Root, roots_of
+from lightning_pipe.sharding.values import T, give_values
 from lightning_pipe.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -123,6 +125,11 @@ class PartitionedModule:
         topology = self.transport.topology
         return topology.members(self.transport.replica, range(topology.ranks))
 
+    @cached_property
+    def roots(self) -> list[Root]:
+        """The layers of this rank and the modules outside the layers."""
+        return roots_of(self.module, self.layers, self.stage_layers, self.stages_here)
+
     def holding_processes(self, name: str) -> tuple[int, ...]:
         """The processes of all pipelines that have the true value of a named parameter or buffer, sorted."""
         return self.transport.topology.holders(self.owners(name))
@@ -207,24 +214,16 @@ class PartitionedModule:
         """Free the layers of other ranks: their parameters become placeholders in place."""
         self.ownership.release_layers()
 
-    def synchronize(self) -> None:
-        """Give all holders of a parameter or buffer the value of the first one of replica 0. Collective."""
-        for name, tensor in named_tensors(self.module):
-            members, replica = self.holding_processes(name), 0
-            if DATA in dimensions(tensor):  # each replica has a part of its own
-                replica = self.transport.replica
-                members = self.transport.topology.members(replica, self.owners(name))
-            if self.holds(name) and len(members) > 1:
-                source = self.transport.topology.process(replica, self.owners(name)[0])
-                data = local(tensor.detach()).contiguous()
-                self.transport.broadcast(data, source, members).wait()
-                local(tensor.detach()).copy_(data)
+    def synchronize(self, divide: Callable[[Root], T] | None = None) -> list[T]:
+        """Give all holders of a parameter or buffer the value of the first one of replica 0; see `give_values`."""
+        return give_values(self.module, self.layers, self.roots, self.ownership, self.transport, divide)
 
     def restore(self) -> None:
         """Give every rank the whole module again. Collective over the pipeline.
 
         What other ranks hold arrives in host memory: the whole module need not fit on one device.
         """
+        materialize(self.module)
         lost = self.agree_on_lost()
         if lost and self.transport.rank == 0:
             warnings.warn(_lost(lost), stacklevel=2)

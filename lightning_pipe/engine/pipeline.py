@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import Any
 
@@ -172,9 +172,9 @@ class Pipeline(PartitionedModule):
             self._buffer_sync.begin()
         batch = self._batch(step, micro_batches, weights, seed, training=True, check=check)
         batch.cut = cut
-        if self.reductions.sharded is not None:
-            batch.using = lambda stage, _: self.reductions.computing(stage % len(self.stage_layers))
-        with self.reductions.gathered(len(micro_batches)):
+        if (sharded := self.reductions.sharded) is not None:
+            batch.using = lambda stage, _: sharded.whole(stage % len(self.stage_layers))
+        with nullcontext() if sharded is None else sharded.gathered(len(micro_batches)):
             results = self._run(batch)
         if not self.ownership.users_known:
             self.agree_on_holders()

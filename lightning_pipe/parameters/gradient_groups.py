@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -112,14 +111,6 @@ class GradientGroups:
         self.dtype = dtype
         if self._reducer is not None:
             self._reducer.dtype = dtype
-
-    def gathered(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Around the passes of a batch. Collective over the replicas where these divide parameters."""
-        return nullcontext() if self.sharded is None else self.sharded.gathered(micro_batches)
-
-    def computing(self, stage: int) -> AbstractContextManager[None]:
-        """Around what computes a stage in a training batch."""
-        return nullcontext() if self.sharded is None else self.sharded.whole(stage)
 
     def stage_done(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank."""

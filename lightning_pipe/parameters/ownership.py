@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.construction import materialize
+from lightning_pipe.construction import tensors_of
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, hint_of_use, is_absent
 from lightning_pipe.local_parts import is_divided
 from lightning_pipe.parameters.holder_map import HolderMap, named_tensors, owned_by
 from lightning_pipe.parameters.releasing import drop_graphs, drop_weak_references, release
 
-__all__ = ["Ownership", "named_tensors", "tensors_of"]
+__all__ = ["Ownership", "named_tensors"]
 
 
 class Ownership:
@@ -228,8 +227,7 @@ class Ownership:
     def release_layers(self) -> None:
         """Free the parameters and buffers of foreign layers in place: objects and names stay, as `AbsentTensor`.
 
-        Of a module that was built without memory, this rank's tensors are made now. What an earlier division has freed
-        stays as it is.
+        What an earlier division has freed stays as it is.
 
         Raises:
             PartitionError: it has freed what this rank is to compute with.
@@ -249,11 +247,6 @@ class Ownership:
                 # ``module.to`` and its kin must change what absent tensors look like; what layers here share is none.
                 if any(isinstance(tensor, AbsentTensor) for tensor in _own(part)):
                     part.__dict__["_apply"] = MethodType(_apply, part)
-        foreign = [
-            layer for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True) if self.rank not in ranks
-        ]
-        # Last: what was freed above never gets memory.
-        materialize(self._module, without=foreign)
 
     def _take_over(self) -> None:
         """Let tensors that are absent already refer to this division."""
@@ -330,29 +323,6 @@ class Ownership:
             for part in layer.modules():
                 part.__dict__.pop("_apply", None)
         self._map.give_to_all()
-
-
-def tensors_of(*roots: object) -> Iterator[Tensor]:
-    """The tensors that attributes and containers of some objects lead to; torch's and Lightning's own are no way."""
-    seen: set[int] = set()
-    nodes = [node for root in roots for node in vars(root).values()]
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, Tensor):
-            yield node
-        elif isinstance(node, Mapping):
-            nodes.extend(node.values())
-        elif isinstance(node, list | tuple | set | deque):
-            nodes.extend(node)
-        elif isinstance(node, nn.Module) or (hasattr(node, "__dict__") and not _is_frameworks(type(node))):
-            nodes.extend(vars(node).values())
-
-
-def _is_frameworks(kind: type) -> bool:
-    return str(kind.__module__).partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins")
 
 
 def _replace(tensor: Tensor, value: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipe.construction import Deferred
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, exchange
 from lightning_pipe.local_parts import is_divided
 
@@ -50,5 +51,5 @@ def drop_graphs(module: nn.Module) -> None:
     """
     for part in module.modules():
         for name, value in vars(part).items():
-            if type(value) is Tensor and value.grad_fn is not None:
+            if type(value) in (Tensor, Deferred) and value.grad_fn is not None:
                 vars(part)[name] = value.detach()

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.local_parts import DATA
+from lightning_pipe.local_parts import DATA, is_divided
 from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.sharding.roots import Root
 from lightning_pipe.sharding.tensor_parallel import check_alike
@@ -33,18 +33,6 @@ from lightning_pipe.transport.base import Transport
 
 _OUTSIDE = -1
 """The key of modules outside the layers: their gradients are complete when the batch is."""
-
-
-class _Unit(NamedTuple):
-    """What was given to ``fully_shard`` at once: its parameters are gathered and summed together.
-
-    Args:
-        state: torch's.
-        names: of the parameters.
-    """
-
-    state: Any
-    names: frozenset[str]
 
 
 class FullySharded:
@@ -70,18 +58,19 @@ class FullySharded:
     ) -> None:
         self._module, self._transport, self._names, self._reshard = module, transport, names, reshard
         self._members = tuple(sorted(transport.topology.replica_processes(transport.rank)))
-        self._units: dict[int, list[_Unit]] = {}
-        named = {parameter: name for name, parameter in module.named_parameters()}
+        # by stage, what was given to ``fully_shard`` at once: its parameters are gathered and summed together
+        self._states: dict[int, list[Any]] = {}
         for state, places in _states(module, stages).items():
             stage = next(iter(places.values()))
             _take_over(state, places)
-            own = frozenset(named[each.sharded_param] for each in _of_state(state))
-            self._units.setdefault(_OUTSIDE if stage is None else stage, []).append(_Unit(state, own))
-        self._order = sorted(self._units, reverse=True)  # the last stage's backward passes end first
+            self._states.setdefault(_OUTSIDE if stage is None else stage, []).append(state)
+        self._order = sorted(self._states, reverse=True)  # the last stage's backward passes end first
         self._done: set[int] = set()
         self._next = 0
-        self._gathered = self._held = False
-        self._versions: dict[int, int] = {}
+        self._held = False
+        for parameter in filter(is_divided, module.parameters()):
+            names.also(parameter, parameter)
+        self._versions: list[tuple[nn.Parameter, int]] = []
 
     # ------------------------------------------------------------------ values
 
@@ -97,29 +86,27 @@ class FullySharded:
         """
         if self._reshard:
             self._check_alike(micro_batches)
-            self._unshard([_OUTSIDE])
-        else:
-            self.gather()
+        self._unshard([_OUTSIDE] if self._reshard else self._order)
         yield
-        self._finish()
+        self.stage_done(*self._order)  # what is left
+        self._next = 0
+        self._done.clear()
 
     @contextmanager
     def whole(self, stage: int) -> Iterator[None]:
         """Around an action of a training batch that computes a stage. Collective over the replicas with ``reshard``."""
-        if not self._reshard or self._held:
+        if not self._reshard:
             yield
             return
         self._unshard([stage])
         yield
-        self._free([stage])
+        self.release(stage)
 
     def _check_alike(self, micro_batches: int) -> None:
-        counts = torch.tensor([micro_batches, -micro_batches])
-        self._transport.all_reduce(counts, self._members, "max").wait()
-        most, fewest = counts.abs().tolist()
-        if most != fewest:
+        counts = self._transport.all_gather_object(micro_batches, self._members)
+        if len(set(counts)) > 1:
             raise ConfigurationError(
-                f"One replica has a batch of {fewest} micro-batches and another one of {most}; with "
+                f"One replica has a batch of {min(counts)} micro-batches and another one of {max(counts)}; with "
                 "reshard_after_forward=True they gather the parameters of a stage together, for each micro-batch.",
                 hint="Use DataLoader(drop_last=True), or leave out reshard_after_forward.",
             )
@@ -135,10 +122,11 @@ class FullySharded:
         """
         self._held = held
         if held:
-            self.gather()
-            self._versions = {id(p): p._version for p in self._whole()}
+            self._unshard(self._order)
+            self._versions = [(parameter, parameter._version) for parameter in self._whole()]
             return
-        changed = [p for p in self._whole() if self._gathered and p._version != self._versions.get(id(p), p._version)]
+        changed = [parameter for parameter, version in self._versions if parameter._version != version]
+        self._versions = []
         self.release()
         if changed:
             raise ConfigurationError(
@@ -147,16 +135,10 @@ class FullySharded:
                 hint="Change parameters in on_train_batch_end or on_train_epoch_start.",
             )
 
-    def gather(self) -> None:
-        """Make all parameters whole. Collective over the replicas."""
-        if not self._gathered:
-            self._gathered = True
-            self._unshard(self._order)
-
-    def release(self) -> None:
-        """Free all but this process's parts."""
-        self._gathered = False
-        self._free(self._order)
+    def release(self, *stages: int) -> None:
+        """Free all but this process's parts: of some stages, or of everything."""
+        for module in self._modules(stages or self._order):
+            module.reshard()
 
     def _unshard(self, keys: Sequence[int]) -> None:
         # what is made within an evaluation is used in training, too
@@ -167,10 +149,6 @@ class FullySharded:
                     handle.wait()
         for part, whole in self._parameters(*keys):
             self._names.also(whole, part)
-
-    def _free(self, keys: Sequence[int]) -> None:
-        for module in self._modules(keys):
-            module.reshard()
 
     @contextmanager
     def in_parts(self) -> Iterator[None]:
@@ -186,20 +164,9 @@ class FullySharded:
 
     # ------------------------------------------------------------------ gradients
 
-    def stage_done(self, stage: int) -> None:
-        """The last backward pass of a stage is done: sum its gradients, once those of later stages are."""
-        self._done.add(stage)
-        self._advance()
-
-    def _finish(self) -> None:
-        """Sum what is left."""
-        self._done.update(self._order)
-        self._advance()
-        self._next = 0
-        self._done.clear()
-        self._gathered = False
-
-    def _advance(self) -> None:
+    def stage_done(self, *stages: int) -> None:
+        """The last backward passes of stages are done: sum their gradients, once those of later stages are."""
+        self._done.update(stages)
         # replicas with other numbers of micro-batches may end their stages in another order
         while self._next < len(self._order) and self._order[self._next] in self._done:
             self._reduce(self._order[self._next])
@@ -214,8 +181,8 @@ class FullySharded:
             if somewhere and whole.grad is None:
                 # one that has a gradient on another replica: all take part in its sum, or none
                 whole.grad = torch.zeros_like(whole)
-        for unit in self._units[key]:
-            unit.state._root_post_backward_final_callback()
+        for state in self._states[key]:
+            state._root_post_backward_final_callback()
 
     # ------------------------------------------------------------------ who has what
 
@@ -226,7 +193,7 @@ class FullySharded:
             used: names of parameters outside the layers, and others.
         """
         found = set(used)
-        return found.union(*(unit.names for unit in self._units.get(_OUTSIDE, ()) if unit.names & found))
+        return found.union(*(names for names in map(self._names_in, self._states.get(_OUTSIDE, ())) if names & found))
 
     def forget(self, holds: Callable[[str], bool]) -> None:
         """After the first batch: modules outside the layers that other ranks use are none of this rank's any more.
@@ -238,23 +205,24 @@ class FullySharded:
             ConfigurationError: tensor ranks train whole parameters apart.
         """
         check_alike(self._module, self._transport)
-        kept = [unit for unit in self._units.pop(_OUTSIDE, []) if any(map(holds, unit.names))]
+        kept = [state for state in self._states.pop(_OUTSIDE, []) if any(map(holds, self._names_in(state)))]
         if kept:
-            self._units[_OUTSIDE] = kept
-        self._order = sorted(self._units, reverse=True)
+            self._states[_OUTSIDE] = kept
+        self._order = sorted(self._states, reverse=True)
+
+    def _names_in(self, state: Any) -> set[str]:
+        return {name for own in _of_state(state) if (name := self._names.known_name(own.sharded_param)) is not None}
 
     def _whole(self) -> Iterator[nn.Parameter]:
         return (whole for _, whole in self._parameters(*self._order) if whole is not None)
 
     def _modules(self, keys: Iterable[int]) -> list[FSDPModule]:
-        return [unit.state._modules[0] for key in keys for unit in self._units.get(key, ())]
+        return [state._modules[0] for key in keys for state in self._states.get(key, ())]
 
     def _parameters(self, *keys: int) -> Iterator[tuple[nn.Parameter, Any]]:
         """Each parameter's part, and the whole one, once it has been gathered."""
-        units = [unit for key in keys for unit in self._units.get(key, ())]
-        return (
-            (own.sharded_param, getattr(own, "_unsharded_param", None)) for u in units for own in _of_state(u.state)
-        )
+        states = (state for key in keys for state in self._states.get(key, ()))
+        return ((own.sharded_param, getattr(own, "_unsharded_param", None)) for s in states for own in _of_state(s))
 
 
 def shard(root: Root, mesh: Any, reduce_dtype: torch.dtype | None, whole: set[nn.Parameter]) -> None:

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipe.intercept.interceptor import outside_modules
+from lightning_pipe.parameters.holder_map import owned_by
 
 
 class Root(NamedTuple):
@@ -56,9 +57,9 @@ def stages_of_parts(
     return found | {part: root.stage for root in roots for part in root.module.modules()}
 
 
-def tied(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> set[nn.Parameter]:
-    """The parameters that several layers or outside modules have in common."""
-    return {parameter for parameter, count in _users(module, layers).items() if count > 1}
+def tied(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> set[Tensor]:
+    """The parameters and buffers that several layers or outside modules have in common."""
+    return {tensor for tensor, count in _users(module, layers).items() if count > 1}
 
 
 def left_whole(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> set[nn.Parameter]:
@@ -67,14 +68,13 @@ def left_whole(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> se
     What several layers or outside modules have in common is summed as a tied weight is, and so is what belongs to none
     of them; recurrent layers keep their weights in a list of their own.
     """
-    users = _users(module, layers)
     recurrent = {p for part in module.modules() if isinstance(part, nn.RNNBase) for p in part.parameters()}
-    alone = {parameter for parameter in module.parameters() if parameter not in users}
-    return {parameter for parameter, count in users.items() if count > 1} | recurrent | alone
+    users = _users(module, layers)
+    return recurrent | {parameter for parameter in module.parameters() if users[parameter] != 1}
 
 
-def _users(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Counter[nn.Parameter]:
-    """How many layers and outside modules have each parameter."""
+def _users(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Counter[Tensor]:
+    """How many layers and outside modules have each parameter and buffer."""
     everything = [layer for _, layer in layers]
     outside = [part for _, part in outside_modules(module, everything)]
-    return Counter(parameter for root in (*everything, *outside) for parameter in root.parameters())
+    return Counter(tensor for root in (*everything, *outside) for tensor in owned_by(root))

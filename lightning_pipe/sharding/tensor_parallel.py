@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.absent_tensor import is_absent
@@ -28,7 +28,6 @@ _UNLIKE = 0.05
 
 Parallelize = Callable[[nn.Module, Any], object]
 """Divides a layer, or a module outside the layers, over a mesh of one dimension."""
-
 
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 """By the end of a pattern in a plan: of what a tensor rank needs a whole number."""
@@ -46,21 +45,21 @@ def plan_of(module: nn.Module, size: int) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, part in module.named_modules():
-        config, own = getattr(part, "config", None), getattr(type(part), "_tp_plan", None)
-        of_base = getattr(config, "base_model_tp_plan", None)
         if not hasattr(part, "base_model"):
             continue
-        for plan in (own, of_base if part.base_model is part else None):
-            for end, name_of_heads in _HEADS.items():
-                heads = getattr(config, name_of_heads, None) or size
-                if heads % size and any(pattern.endswith(end) for pattern in plan or ()):
-                    raise ConfigurationError(
-                        f"{type(part).__name__} has {name_of_heads}={heads}, which tensor_parallel_size={size} does "
-                        "not divide evenly.",
-                        hint="Use a tensor_parallel_size that divides it, or PipeStrategy(parallelize=…), which leaves "
-                        "the attention whole.",
-                    )
-            found.update({f"{name}.{pattern}".lstrip("."): style for pattern, style in (plan or {}).items()})
+        config: Any = getattr(part, "config", None)
+        of_base = getattr(config, "base_model_tp_plan", None) if part.base_model is part else None
+        plan = {**(getattr(type(part), "_tp_plan", None) or {}), **(of_base or {})}
+        for end, name_of_heads in _HEADS.items():
+            heads = getattr(config, name_of_heads, None) or size
+            if heads % size and any(pattern.endswith(end) for pattern in plan):
+                raise ConfigurationError(
+                    f"{type(part).__name__} has {name_of_heads}={heads}, which tensor_parallel_size={size} does "
+                    "not divide evenly.",
+                    hint="Use a tensor_parallel_size that divides it, or PipeStrategy(parallelize=…), which leaves "
+                    "the attention whole.",
+                )
+        found.update({f"{name}.{pattern}".lstrip("."): style for pattern, style in plan.items()})
     return found
 
 
@@ -70,55 +69,74 @@ def styles_of(plan: Mapping[str, str]) -> Callable[[str], str | None]:
     return lambda name: next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
 
 
-def by_plan(plan: Mapping[str, str], shared: set[nn.Parameter]) -> Callable[[Root, Any], None]:
-    """Divides layers as a plan says.
+def divider(
+    module: nn.Module, mesh: Any, parallelize: Parallelize | None, shared: set[Tensor]
+) -> Callable[[Root], None]:
+    """What divides a layer or outside module over tensor ranks, if there are several. Collective over these.
 
     Args:
-        plan: styles by patterns of dotted names.
-        shared: tied weights, whose modules stay whole: one that is divided would be tied no more.
+        module: the user's module.
+        mesh: of the tensor ranks.
+        parallelize: the user's; ``None``: plans of Transformers say how.
+        shared: tied weights, whose modules plans leave whole: one that is divided would be tied no more.
+
+    Raises:
+        ConfigurationError: nobody says how, or the plan is not supported.
     """
+    if (size := mesh.size()) == 1:
+        return lambda root: None
+    plan = plan_of(module, size) if parallelize is None else {}
+    if parallelize is None and not plan:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size}, and nothing says how {type(module).__name__} is divided: it holds no model "
+            "of Transformers with a plan (base_model_tp_plan), and its configure_model divides nothing.",
+            hint="Use PipeStrategy(parallelize=lambda layer, mesh: parallelize_module(layer, mesh, …)), or call "
+            'parallelize_module(…, self.device_mesh["tensor_parallel"], …) in configure_model.',
+        )
     style_of = styles_of(plan)
 
-    def divide(root: Root, mesh: Any) -> None:
+    def divide(root: Root) -> None:
+        if parallelize is not None:
+            parallelize(root.module, mesh)
         for name, part in list(root.module.named_modules(prefix=root.name)):
             if shared.isdisjoint(part.parameters()):
                 apply_style(name, part, mesh, style_of)
+        hooks_inside(root.name, root.module)
+        check_even(root)
 
     return divide
 
 
-def names_by_parameter(module: nn.Module) -> list[set[str]]:
-    """The names of each parameter that has several."""
-    found: dict[int, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), set()).add(name)
-    return [names for names in found.values() if len(names) > 1]
-
-
-def check_divided(module: nn.Module, roots: Sequence[Root], tied: Sequence[set[str]]) -> None:
-    """Refuse divisions that would train another model.
+def check_tied(before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+    """Refuse a tied weight that is tied no more.
 
     Args:
+        before: the parameters under all their names, before they were divided.
         module: the user's module.
-        roots: the modules of this rank that have been divided.
-        tied: names of the same parameter, before.
 
     Raises:
-        ConfigurationError: a tied weight is tied no more; parts have different sizes.
+        ConfigurationError: names it.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for names in tied:
-        if len({id(parameters[name]) for name in names}) > 1:
-            one, other, *_ = sorted(names)
+    now, first = dict(module.named_parameters(remove_duplicate=False)), dict[nn.Parameter, str]()
+    for name, parameter in before.items():
+        other = first.setdefault(parameter, name)
+        if now.get(other) is not now.get(name):
             raise ConfigurationError(
-                f"'{one}' and '{other}' were one parameter, and one of them has been divided: they would be trained "
+                f"'{other}' and '{name}' were one parameter, and one of them has been divided: they would be trained "
                 "apart.",
                 hint="Leave the modules with tied weights out of the plan: they stay whole on every tensor rank.",
             )
-    for root in roots:
-        for name, parameter in root.module.named_parameters(prefix=root.name):
-            if TENSOR in dimensions(parameter):  # replicas alone may divide unevenly
-                _check_even(name, parameter)
+
+
+def check_even(root: Root) -> None:
+    """Refuse a layer or outside module of which tensor ranks have parts of different sizes.
+
+    Raises:
+        ConfigurationError: names the parameter.
+    """
+    for name, parameter in root.module.named_parameters(prefix=root.name):
+        if TENSOR in dimensions(parameter):  # replicas alone may divide unevenly
+            _check_even(name, parameter)
 
 
 @torch.no_grad()

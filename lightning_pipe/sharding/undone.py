@@ -2,57 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, exchange
-from lightning_pipe.local_parts import whole
+from lightning_pipe.local_parts import is_divided, whole
+from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.torch_internals import composable_states
 
 
-class Surface:
-    """What ``fully_shard`` and ``parallelize_module`` change in the parts of a module, as it was before.
+def undoable(module: nn.Module, divide: Callable[[], object]) -> Callable[[], None]:
+    """Let ``fully_shard`` and ``parallelize_module`` change a module; the values of parameters that they replace go.
 
     Args:
-        module: is about to be divided.
+        module: the module.
+        divide: divides it.
+
+    Returns:
+        Puts it back, with the whole values of then. Collective over the processes that divide it.
     """
+    parts = [(part, type(part), _tables(part), set(vars(part))) for part in module.modules()]
+    divide()
+    added = {part: vars(part).keys() - names for part, _, _, names in parts}
 
-    def __init__(self, module: nn.Module) -> None:
-        self._parts = [(part, type(part), _tables(part), set(vars(part))) for part in module.modules()]
-        self._added: list[tuple[nn.Module, set[str]]] = []
+    def substitutes() -> dict[nn.Parameter, nn.Parameter]:
+        """What stands for other parameters now, by these; of several names once."""
+        places = [(part, name, old) for part, _, tables, _ in parts for name, old in tables["_parameters"].items()]
+        now = ((old, part._parameters[name]) for part, name, old in places)
+        return {old: new for old, new in now if old is not None and new is not None and new is not old}
 
-    def changed(self) -> None:
-        """The module has been divided: note what has come, and free the values that the old parameters still hold."""
-        self._added = [(part, set(vars(part)) - names) for part, _, _, names in self._parts]
-        for part, _, tables, _ in self._parts:
-            for name, parameter in tables["_parameters"].items():
-                if parameter is not None and part._parameters[name] is not parameter:
-                    parameter.data = parameter.data.new_empty(0)
+    for parameter in substitutes():
+        parameter.data = parameter.data.new_empty(0)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Give the old parameters the whole values of today. Collective over the processes that divide them."""
-        done: set[int] = set()
-        for part, _, tables, _ in self._parts:
-            for name, parameter in tables["_parameters"].items():
-                now = part._parameters[name]
-                if now is not None and parameter is not None and now is not parameter:
-                    # what has several names is one collective
-                    if id(parameter) not in done:
-                        _become(parameter, now)
-                    done.add(id(parameter))
-        for part, kind, tables, _ in self._parts:
+    def undo() -> None:
+        for parameter, now in substitutes().items():
+            _become(parameter, now)
+        for part, kind, tables, _ in parts:
             part.__class__ = kind
             composable_states.pop(part, None)
             for name, table in tables.items():
                 vars(part)[name].clear()
                 vars(part)[name].update(table)
-        for part, names in self._added:
-            for name in names:
+            for name in added[part]:
                 vars(part).pop(name, None)
+
+    return undo
+
+
+def _tables(part: nn.Module) -> dict[str, dict[Any, Any]]:
+    """The dictionaries of a module that have its parameters and its hooks."""
+    names = [name for name, value in vars(part).items() if isinstance(value, dict) and "_hooks" in name]
+    return {name: copy(vars(part)[name]) for name in ("_parameters", *names)}
 
 
 def _become(parameter: nn.Parameter, now: nn.Parameter) -> None:
@@ -65,7 +71,19 @@ def _become(parameter: nn.Parameter, now: nn.Parameter) -> None:
         parameter.data = whole(now.detach())
 
 
-def _tables(part: nn.Module) -> dict[str, dict[Any, Any]]:
-    """The dictionaries of a module that have its parameters and its hooks."""
-    names = [name for name, value in vars(part).items() if isinstance(value, dict) and "_hooks" in name]
-    return {name: copy(vars(part)[name]) for name in ("_parameters", *names)}
+def refer_to_module(optimizers: Iterable[Optimizer], module: nn.Module, names: Ownership) -> None:
+    """Let optimizers that have parts of parameters have what the module has in their place now.
+
+    Args:
+        optimizers: of the module.
+        module: the user's module.
+        names: of the parameters.
+    """
+    named: dict[str | None, nn.Parameter] = dict(module.named_parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for place, part in enumerate(group["params"]):
+                now = named.get(names.known_name(part), part) if is_divided(part) else part
+                group["params"][place] = now
+                if now is not part and part in optimizer.state:
+                    optimizer.state[now] = optimizer.state.pop(part)

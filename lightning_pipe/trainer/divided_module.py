@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_pipe.construction import initialise_meta
+from lightning_pipe.construction import deferred_init, initialise_meta, materialize, paused
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.refusals import check_shapes
 from lightning_pipe.errors import ConfigurationError, PartitionError
@@ -18,7 +19,7 @@ from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.sync_batchnorm import synchronize, synchronized_norms
 from lightning_pipe.partition import known_layers
 from lightning_pipe.partition.calls import CallStore
-from lightning_pipe.patches import unheard
+from lightning_pipe.patches import replaced, unheard
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.at_rest import forget, refuse_export, resume_divided
@@ -67,11 +68,35 @@ class DividedModule:
         self.calls: CallStore | None = None
         self._known: tuple[list[str], list[str]] = [], []
 
-    def divide_built(self) -> None:
-        """Divide the module behind a hook that builds layers, if it is not divided yet."""
-        if self.run is None:
-            check_copies(self._module.trainer, self._module)
-            self.divide(later=True)
+    @contextmanager
+    def configuring(self, *, by_module: bool) -> Iterator[None]:
+        """While the context lasts, what ``configure_model`` builds is recorded, and divided when it returns.
+
+        Lightning calls the hook, and so do callbacks in their ``setup``: whoever is first finds the module divided.
+
+        Args:
+            by_module: whether it divides parameters itself: these have values before, all of them on every rank.
+        """
+        module, configure_model = self._module, self._module.configure_model
+
+        def configure() -> None:
+            if by_module:
+                initialise_meta(module, self._seed)
+                materialize(module)
+            with nullcontext() if by_module else deferred_init():
+                configure_model()
+            with paused():
+                if self.run is None:
+                    check_copies(module.trainer, module)
+                    self.divide(later=True)
+
+        if not is_overridden("configure_model", module):
+            yield
+            return
+        # a callback for averages copies the module, which is divided by then
+        quiet = unheard(".*WeightAveraging doesn't support sharding model layers.*")
+        with quiet, replaced(module, "configure_model", configure):
+            yield
 
     def complete(self) -> PipelineRun:
         """Divide the module as it is when all hooks that build it have run. Collective.
@@ -126,6 +151,8 @@ class DividedModule:
         else:
             before = before or resume_divided(module, chosen.layers, world.transport, world.layout.stages)
             division = own.divide(chosen, before)
+        if not options.at_once:  # what is to be divided further gets values when it is: one layer after the other
+            materialize(module)
         pipeline, notes, store, costs, built = division
 
         pipeline.reductions.reduce_in(options.reduce_dtype)

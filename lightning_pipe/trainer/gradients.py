@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.local_parts import is_divided
 from lightning_pipe.parameters.mixing import Mixing
+from lightning_pipe.sharding.undone import refer_to_module
 from lightning_pipe.trainer.whole_model.absent_gradients import AbsentGradients
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 
@@ -135,14 +135,9 @@ class Gradients:
 
     def _drop_absent_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Forget the optimizer states of parameters that the first batch has shown to belong to other ranks."""
-        named = dict(self._pipeline.module.named_parameters())
         held = {id(parameter) for _, parameter in self._pipeline.local_parameters()}
+        # a part that is released has become another object
+        refer_to_module(optimizers, self._pipeline.module, self._pipeline.ownership)
         for optimizer in optimizers:
-            for group in optimizer.param_groups:  # a part that is released has become another object
-                names = map(self._pipeline.ownership.known_name, group["params"])
-                group["params"][:] = [
-                    named.get(name, p) if is_divided(p) and name is not None else p
-                    for name, p in zip(names, group["params"], strict=True)
-                ]
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
                 del optimizer.state[parameter]

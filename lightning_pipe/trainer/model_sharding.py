@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -12,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.config import Sharding
@@ -19,11 +22,13 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, TENSOR, is_divided
 from lightning_pipe.patches import replaced
+from lightning_pipe.sharding import tensor_parallel
+from lightning_pipe.sharding.fully_sharded import FullySharded, shard
 from lightning_pipe.sharding.mesh import device_mesh
-from lightning_pipe.sharding.model import ShardedModel
 from lightning_pipe.sharding.refusals import WHAT, check_family, in_parts
-from lightning_pipe.sharding.roots import roots_of
+from lightning_pipe.sharding.roots import Root, left_whole, stages_of_parts, tied
 from lightning_pipe.sharding.tensor_parallel import Parallelize
+from lightning_pipe.sharding.undone import refer_to_module, undoable
 from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.trainer.world import World
 
@@ -39,7 +44,7 @@ class ModelSharding:
         reduce_dtype: in which gradients are summed.
         reshard: whether a stage has whole parameters while it computes alone.
         mesh: of the processes, once they are connected.
-        model: the module of the run, once it is divided.
+        parameters: of the module of a run, which has been divided.
     """
 
     option: Sharding
@@ -48,7 +53,8 @@ class ModelSharding:
     reduce_dtype: torch.dtype | None
     reshard: bool
     mesh: Any = None
-    model: ShardedModel | None = None
+    parameters: FullySharded | None = None
+    _undo: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def wanted(self) -> bool:
@@ -73,12 +79,12 @@ class ModelSharding:
         return self.by_module(module)
 
     def divide(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
-        """Divide the parameters of this rank's stages. Collective over the processes that divide them.
+        """Give this rank's stages their values, and divide their parameters. Collective over all processes.
 
         Raises:
             ConfigurationError: something in the run does not go with it.
         """
-        self.model = None
+        self.parameters = None
         transport, own = pipeline.transport, any(map(is_divided, module.parameters()))
         if self.mesh is not None and self.by_module(module):
             # a stage may have nothing of what the module has divided
@@ -89,52 +95,67 @@ class ModelSharding:
                 hint='Use shard_optimizer="parameters", or leave reshard_after_forward out.',
             )
         if self.mesh is None or not (self.wanted or own):
+            pipeline.synchronize()
             return
         check(module, pipeline)
-        roots = roots_of(module, pipeline.layers, pipeline.stage_layers, pipeline.stages_here)
-        model = ShardedModel(module, roots, pipeline.layers, transport, own=own)
-        if self.tensor_parallel_size > 1:
-            model.over_tensor_ranks(self.mesh[TENSOR], self.parallelize)
-        several = transport.topology.replicas > 1
-        divide = self.option == "parameters" and several
-        model.over_replicas(self.mesh[DATA], pipeline.ownership, self.reduce_dtype, divide=divide, reshard=self.reshard)
-        self.model, pipeline.reductions.sharded = model, model.parameters
+        names = dict(module.named_parameters(remove_duplicate=False))
+        self._undo = pipeline.synchronize(None if own else self._division(module, pipeline.layers))
+        if own and self.tensor_parallel_size > 1:
+            # layers of other ranks have hooks as well: configure_model has divided them
+            for name, part in {**dict(pipeline.layers), **{root.name: root.module for root in pipeline.roots}}.items():
+                tensor_parallel.hooks_inside(name, part)
+        tensor_parallel.check_tied(names, module)
+        stages = stages_of_parts(module, pipeline.roots, pipeline.layers)
+        self.parameters = FullySharded(module, stages, transport, pipeline.ownership, reshard=self.reshard)
+        pipeline.reductions.sharded = self.parameters
+
+    def _division(self, module: nn.Module, layers: list[tuple[str, nn.Module]]) -> Callable[[Root], Callable[[], None]]:
+        """What divides a layer or outside module, which has its values, and returns what puts it back."""
+        over_tensor_ranks = tensor_parallel.divider(module, self.mesh[TENSOR], self.parallelize, tied(module, layers))
+        replicas, stay = self.mesh[DATA], left_whole(module, layers)
+
+        def divide(root: Root) -> None:
+            over_tensor_ranks(root)
+            if self.option == "parameters" and replicas.size() > 1:
+                shard(root, replicas, self.reduce_dtype, stay)
+                tensor_parallel.check_even(root)
+
+        return lambda root: undoable(root.module, partial(divide, root))
 
     def prepare(self, optimizers: list[Optimizer]) -> None:
         """Let optimizers treat parameters one by one where plain and divided ones are in one group."""
-        for optimizer in optimizers if self.model is not None else ():
+        for optimizer in optimizers if self.parameters is not None else ():
             for group in optimizer.param_groups:
-                kinds = {getattr(p, "device_mesh", None) for p in group["params"] if is_divided(p)}
-                several = len(kinds) + any(not is_divided(p) for p in group["params"]) > 1
-                if several:
+                if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:
                     # torch (2.13) refuses plain tensors and DTensors, and those of different meshes, in one operation
                     group.update(dict.fromkeys(group.keys() & {"foreach", "fused"}, False))
 
     def hold(self, held: bool) -> None:
         """Around an evaluation: all parameters are whole, however many batches a replica has."""
-        if self.model is not None and self.model.parameters is not None:
-            self.model.parameters.hold(held)
+        if self.parameters is not None:
+            self.parameters.hold(held)
 
     def in_parts(self) -> AbstractContextManager[Any]:
         """Around the making of a checkpoint. Collective."""
-        if self.model is None or self.model.parameters is None:
-            return nullcontext()
-        return self.model.parameters.in_parts()
+        return nullcontext() if self.parameters is None else self.parameters.in_parts()
 
-    def undo(self, pipeline: Pipeline) -> bool:
-        """After a run: the parameters are whole again. Returns whether the module can be put together on every rank."""
-        if self.model is None:
+    def undo(self, pipeline: Pipeline, optimizers: list[Optimizer]) -> bool:
+        """After a run: parameters are whole again. Returns whether they are: a module that divides itself stays so."""
+        if self.parameters is None:
             return True
-        self.model.undo()
-        pipeline.reductions.sharded = None
-        return not self.model.own
+        self.parameters.release()
+        self.parameters = pipeline.reductions.sharded = None
+        for undo in self._undo:
+            undo()
+        refer_to_module(optimizers, pipeline.module, pipeline.ownership)
+        return bool(self._undo)
 
     def left_behind(self, module: pl.LightningModule | None) -> AbstractContextManager[Any]:
         """Around Lightning's teardown: after an error parameters in parts stay on their device.
 
         torch (2.13) can move no DTensor that a graph has, and would raise an error about that instead.
         """
-        if module is None or self.model is None or self.model.parameters is None:
+        if module is None or self.parameters is None:
             return nullcontext()
         return replaced(module, "cpu", lambda: module)
 

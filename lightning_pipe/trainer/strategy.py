@@ -28,6 +28,7 @@ from lightning_pipe import schedules
 from lightning_pipe.batches.micro_batches import LossWeight
 from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding
+from lightning_pipe.construction import check_all_set, deferred_init
 from lightning_pipe.distributions import be_strategy_of_both
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.whole_gradients import gradient_norm
@@ -39,7 +40,7 @@ from lightning_pipe.partition import Balance
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.sharding.tensor_parallel import Parallelize
-from lightning_pipe.trainer import checks, construction, schedule_choice
+from lightning_pipe.trainer import checks, schedule_choice
 from lightning_pipe.trainer.at_rest import CALL, GATHER_LIMIT, finish_run, gather, resting, size_of
 from lightning_pipe.trainer.checkpoints.divided import Checkpoints
 from lightning_pipe.trainer.children import end_with_parent
@@ -299,8 +300,7 @@ class PipeStrategy(ParallelStrategy):
         stages = replace(self._stages, at_once=self.sharding.at_once(module))
         own = stages, self._splitting, self._choice, seed, notes, self._changed
         divided = self._divided = DividedModule(module, processes.connected, *own)
-        changed = construction.configured_without_memory(module, divided.divide_built, recorded=not by_module)
-        self._changed.enter_context(changed)
+        self._changed.enter_context(divided.configuring(by_module=by_module))
         # callbacks that copy the module in their `setup` must find it divided
         if not by_module:
             divided.divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
@@ -321,7 +321,8 @@ class PipeStrategy(ParallelStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        with self.precision_plugin.tensor_init_context(), construction.without_memory(empty=bool(empty_init)):
+        built = torch.device("meta") if empty_init else deferred_init()
+        with self.precision_plugin.tensor_init_context(), built:
             yield
 
     @override
@@ -332,10 +333,9 @@ class PipeStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         run = self._divided.complete()
-        construction.settle(run.pipeline.module)
+        check_all_set(run.pipeline.module)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        run.pipeline.synchronize()
         self.sharding.divide(trainer.lightning_module, run.pipeline)
         if fitting:
             self.setup_optimizers(trainer)
@@ -515,7 +515,7 @@ class PipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        divided = self._stages.shard_optimizer or self.sharding.model is not None
+        divided = self._stages.shard_optimizer or self.sharding.mesh is not None
         whole = self.pipeline_parallel_size == 1 and not self._save_folder and not divided
         checkpoints = self._checkpoints()
         if not checkpoints.may_save(filepath, alone=whole):
@@ -580,7 +580,7 @@ class PipeStrategy(ParallelStrategy):
 
     def _leave(self, pipeline: Pipeline) -> None:
         """At the end of a run: the module is whole on every rank, or each keeps its share. Collective."""
-        module, whole = self.lightning_module, self.sharding.undo(pipeline)
+        module, whole = self.lightning_module, self.sharding.undo(pipeline, self.optimizers)
         assert module is not None
         self._holders = {name: pipeline.owners(name) for name, _ in named_tensors(module)}
         module.cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_pipe.construction import deferred_init, deferred_tensors, is_deferred, materialize
+from lightning_pipe.construction import deferred_init, is_deferred, materialize
 from lightning_pipe.errors import CutError
+from tests.support.built import deferred_tensors
 
 WIDE = 100
 """Square weights of this width are large enough to be recorded."""
@@ -191,13 +192,6 @@ def test_what_an_earlier_value_was_when_it_was_read() -> None:
     materialize(module[0])
     materialize(module[1])
     assert_same(module, plain)
-
-
-def test_parts_left_out_stay_without_memory() -> None:
-    module, plain = built_both_ways(lambda: nn.Sequential(linear(), linear()))
-    materialize(module, without=[module[0]])
-    assert is_deferred(module[0].weight)
-    assert torch.equal(module[1].weight, plain[1].weight)
 
 
 def test_contexts_in_each_other() -> None:

@@ -15,9 +15,9 @@ import transformers as hf
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_pipe.construction import deferred_init, deferred_tensors, is_deferred, materialize, stored
+from lightning_pipe.construction import deferred_init, is_deferred, materialize, stored
 from tests.construction.test_deferred import assert_same
-from tests.support.built import divided
+from tests.support.built import deferred_tensors, divided
 
 WIDE = 100
 

@@ -93,7 +93,7 @@ def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
     class Observe(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             strategy: Any = trainer.strategy
-            observer.parameters = strategy.sharding.model.parameters
+            observer.parameters = strategy.sharding.parameters
             strategy.pipeline._observers.append(observer)
 
     quiet()

@@ -25,9 +25,9 @@ from lightning_pipe.sharding.roots import Root, left_whole, roots_of, stages_of_
 from lightning_pipe.sharding.styles import EXPERTS, apply_style
 from lightning_pipe.sharding.tensor_parallel import (
     check_alike,
-    check_divided,
+    check_even,
+    check_tied,
     hooks_inside,
-    names_by_parameter,
     plan_of,
 )
 from lightning_pipe.trainer.model_sharding import ModelSharding, check
@@ -117,12 +117,11 @@ def test_plans_of_transformers_are_found() -> None:
 def test_a_tied_weight_that_is_divided_in_one_place() -> None:
     module = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
     module["other"].weight = module["one"].weight
-    names = names_by_parameter(module)
-    assert names == [{"one.weight", "other.weight"}]
-    check_divided(module, [], names)
+    before = dict(module.named_parameters(remove_duplicate=False))
+    check_tied(before, module)
     module["other"].weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ConfigurationError, match=r"'one.weight' and 'other.weight' were one parameter"):
-        check_divided(module, [], names)
+        check_tied(before, module)
 
 
 class DTensor(Tensor):
@@ -138,12 +137,12 @@ def test_sizes_that_do_not_divide(rows: int, even: bool) -> None:
         def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
             yield f"{prefix}.weight", torch.ones(rows, 3).as_subclass(DTensor)
 
-    roots = [Root("blocks.0", Layer(), 0)]
+    root = Root("blocks.0", Layer(), 0)
     if even:
-        check_divided(nn.Module(), roots, [])
+        check_even(root)
         return
     with pytest.raises(ConfigurationError, match=rf"Dimension 0 of 'blocks.0.weight' has {rows} places"):
-        check_divided(nn.Module(), roots, [])
+        check_even(root)
 
 
 def test_whole_parameters_of_which_tensor_ranks_see_different_values() -> None:
@@ -226,11 +225,12 @@ def test_what_a_module_may_ask_of_fully_shard(mesh: Any, options: dict[str, Any]
     topology = SimpleNamespace(replica_processes=lambda rank: {0})
     transport: Any = SimpleNamespace(topology=topology, rank=0)
     stages = {layers[0]: 0, layers[1]: 1, module: None}
+    names: Any = SimpleNamespace(also=lambda *_: None)
     if message is None:
-        FullySharded(module, stages, transport, SimpleNamespace())
+        FullySharded(module, stages, transport, names)
         return
     with pytest.raises(ConfigurationError, match=message):
-        FullySharded(module, stages, transport, SimpleNamespace())
+        FullySharded(module, stages, transport, names)
 
 
 class Fails(L.LightningModule):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.construction import deferred_init, is_deferred
+from lightning_pipe.construction import Deferred, deferred_init, is_deferred, materialize, tensors_of
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.ownership import Ownership, named_tensors
 from lightning_pipe.partition import divide, find_layers
@@ -24,6 +24,11 @@ def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def deferred_tensors(module: nn.Module) -> list[Deferred]:
+    """Those of a module, each once."""
+    return [tensor for tensor in tensors_of(module) if isinstance(tensor, Deferred)]
+
+
 def divided(module: nn.Module, rank: int, ranks: int, layers: Layers = None, seed: int = 0) -> Ownership:
     """Leave a rank its share of a module."""
     found = find_layers(module, layers)
@@ -32,6 +37,7 @@ def divided(module: nn.Module, rank: int, ranks: int, layers: Layers = None, see
     names = [f"rank {each}" for each in range(ranks)]
     ownership = Ownership(module, found, of_layers, rank, ranks, (ranks - 1,), names)
     ownership.release_layers()
+    materialize(module)
     return ownership
 
 

@@ -88,10 +88,10 @@ _ROOMS: dict[str, dict[str, str]] = {
     "schedules/passes": {"list_scheduling": "schedules/passes/test_lower"},
     "sharding": {
         "mesh": "sharding/test_tensor_parallel",
-        "model": "sharding/test_tensor_parallel",
         "roots": "sharding/test_refusals",
         "styles": "sharding/test_tensor_parallel",
         "undone": "sharding/test_fully_sharded",
+        "values": "sharding/test_without_memory",
     },
     "simulate": {
         "link": "simulate/test_costs",

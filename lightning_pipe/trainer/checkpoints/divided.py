@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_pipe.construction import read_out
+from lightning_pipe.construction import place_meta, read_out, unread
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
+from lightning_pipe.local_parts import whole
 from lightning_pipe.parameters.loading import load_held
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.text import memory
@@ -30,10 +32,8 @@ from lightning_pipe.trainer.checkpoints.entries import (
     plain_name,
     replace_tensors,
     state_entries,
-    whole_tensors,
 )
 from lightning_pipe.trainer.checks import check_outside_step
-from lightning_pipe.trainer.construction import let_go_when_loaded
 from lightning_pipe.trainer.processes import Processes
 
 Location = str | Path
@@ -91,7 +91,7 @@ class Checkpoints:
             io: the Trainer's plugin, which gets all of it on the process that writes.
             storage_options: for the plugin.
         """
-        checkpoint = whole_tensors(checkpoint)
+        checkpoint = replace_tensors(checkpoint, whole)
         if self._transport.replica != 0 or self._transport.topology.tensor_rank != 0:
             return
         if self._transport.topology.ranks > 1 and (size := size_of(self._module)) >= GATHER_LIMIT:
@@ -100,16 +100,16 @@ class Checkpoints:
                 "and what optimizers keep of it. PipeStrategy(save_distributed_checkpoint=True) lets each rank write "
                 "its share."
             )
-        whole = gather(checkpoint, self._owners(checkpoint), self._transport)
-        if whole is not None:
-            file.write(whole, path, io, storage_options)
+        gathered = gather(checkpoint, self._owners(checkpoint), self._transport)
+        if gathered is not None:
+            file.write(gathered, path, io, storage_options)
 
     def save_folder(self, checkpoint: dict[str, Any], path: Location, optimizers: Sequence[Optimizer]) -> None:
         """Write a folder. Collective over the world; replicas beside the first have nothing to add."""
         transport = self._transport
         shards: dict[str, Any] = {}
         rest: dict[str, Any] | None = None
-        checkpoint = whole_tensors(checkpoint)
+        checkpoint = replace_tensors(checkpoint, whole)
         if transport.replica == 0 and transport.topology.tensor_rank == 0:
             owners = self._owners(checkpoint)
             rest = gather({key: value for key, value in checkpoint.items() if key not in _SHARDED}, owners, transport)
@@ -188,7 +188,9 @@ class Checkpoints:
 
     def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the parameters and buffers that this rank holds."""
-        state = let_go_when_loaded(checkpoint["state_dict"], self._module)
+        place_meta(self._module)  # what is on the meta device could take no values
+        # each tensor is read when it is copied into the module, and let go at once: they lie in a mapped file
+        state = unread(copy(checkpoint["state_dict"]))
         load_held(self._module, self._holds, state, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
@@ -199,11 +201,10 @@ class Checkpoints:
             keys = [key for group in state["param_groups"] for key in group["params"]]
             known = dict(zip(keys, names, strict=False))
             kept = {key: value for key, value in state["state"].items() if self._holds(known.get(key))}
-            # cloned: they must not hang on the file, which may be replaced
-            own = {key: replace_tensors(value, read_out) for key, value in kept.items()}
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             by_key = dict(zip(keys, parameters, strict=False))
-            own = {key: divided_as(value, by_key.get(key)) for key, value in own.items()}
+            # cloned: they must not hang on the file, which may be replaced
+            own = {key: divided_as(replace_tensors(value, read_out), by_key.get(key)) for key, value in kept.items()}
             optimizer.load_state_dict({**state, "state": own})
 
     def _holds(self, name: str | None) -> bool:

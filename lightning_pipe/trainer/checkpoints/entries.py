@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import Origin, is_absent
-from lightning_pipe.local_parts import is_divided, share, whole, with_local
+from lightning_pipe.local_parts import is_divided, share, with_local
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.transport.base import Transport
 
@@ -187,12 +187,6 @@ def replace_tensors(node: Any, replace: Callable[[Tensor], Any]) -> Any:
     if type(node) in (list, tuple):
         return type(node)(replace_tensors(value, replace) for value in node)
     return node
-
-
-def whole_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without tensors that several processes divide. Collective over these."""
-    found: dict[str, Any] = replace_tensors(checkpoint, whole)
-    return found
 
 
 def divided_as(state: Any, parameter: Tensor | None) -> Any:

@@ -1,0 +1,302 @@
+"""Modules that are built without memory, and divided: each layer gets its values when it is divided, not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_pipe.construction import deferred as recording
+from lightning_pipe.construction import is_deferred
+from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.local_parts import local
+from lightning_pipe.sharding.roots import Root
+from lightning_pipe.trainer import model_sharding
+from tests.support import oracle
+from tests.support.oracle import Trace
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
+from tests.support.zoo.base import Module
+
+WIDTH = 48
+"""A weight of so many rows and columns in double precision is recorded: it has more than 16 KiB."""
+DEPTH = 12
+"""Layers of the modules whose memory is measured."""
+SEED = 5
+LAYOUTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "2x2x1": ({"data_parallel_size": 2, "shard_optimizer": "parameters"}, (0, 1)),
+    "1x2x2": ({"data_parallel_size": 2, "shard_optimizer": "parameters", "tensor_parallel_size": 2}, (0,)),
+    "2x1x2": ({"tensor_parallel_size": 2}, (0, 2)),
+}
+"""Pipeline ranks x replicas x tensor ranks: the strategy's options, and the processes whose first values count."""
+
+
+class Wide(nn.Module):
+    """A layer as of `Pair`, with buffers that come from its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        nn.init.orthogonal_(self.up.weight)
+        self.register_buffer("scale", self.up.weight.detach().abs().mean(0) + torch.rand(WIDTH, WIDTH))
+        self.register_buffer("shift", torch.rand(WIDTH, WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.scale / WIDTH + self.shift.mean(0)
+
+
+class Recorded(Module):
+    """Embeddings and a head that are tied."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Wide() for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+        self.bias = nn.Parameter(torch.rand(WIDTH, WIDTH))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy((self.head(x) + self.bias.mean(0)).flatten(0, 1), batch.flatten())
+
+
+class Pretrained(Module):
+    """A model of Transformers from a folder."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder, self.model = folder, None
+        self.build()
+
+    def build(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float64)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        # Transformers' own loss is in single precision
+        return nn.functional.cross_entropy(self.model(input_ids=batch).logits.flatten(0, 1), batch.flatten())
+
+
+class PretrainedLater(Pretrained):
+    """Its model is there once ``configure_model`` has run."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().build()
+
+
+def save_llama(folder: Path, depth: int = 4) -> None:
+    """Write a Llama whose weights are large enough to be read late."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": WIDTH, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": depth}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2)).double().save_pretrained(folder)
+
+
+def batches(number: int = 3) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return [torch.randint(0, WIDTH, (8, 6), generator=draw) for _ in range(number)]
+
+
+def make(way: str, folder: str, trainer: L.Trainer) -> Module:
+    """A module, in the way that users build it."""
+    kinds = {"recorded": Recorded, "pretrained": lambda: Pretrained(folder)}
+    with nullcontext() if way == "configure_model" else trainer.init_module():
+        module: Module = kinds.get(way, lambda: PretrainedLater(folder))()
+    return module
+
+
+def fit(process: int, way: str, folder: str, layout: str | None) -> Trace:
+    """Validate, train, and train once more; processes that hold others' copies begin with other random numbers."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    options: dict[str, Any] = {"devices": 1, "strategy": "auto"}
+    first: tuple[int, ...] = (0,)
+    if layout is not None:
+        sizes, first = LAYOUTS[layout]
+        own = {"parallelize": divide_wide} if way == "recorded" and "tensor_parallel_size" in sizes else {}
+        ranks = int(layout[0])
+        strategy = PipeStrategy("1f1b", 2, ranks, **sizes, **own)
+        options = {"devices": 4, "strategy": strategy, "use_distributed_sampler": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, precision="64-true", **options, **QUIET)
+    torch.manual_seed(SEED if process in first else SEED + process)
+    module = make(way, folder, trainer)
+    if layout is not None and way != "configure_model":
+        assert any(map(is_deferred, module.parameters()))
+    recorder = oracle.Recorder()
+    trainer.callbacks.append(recorder)
+    trainer.validate(module, oracle.loader(batches(2)), verbose=False)
+    trainer.fit(module, oracle.loader(batches()))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, oracle.loader(batches()))
+    trace = recorder.trace
+    trace.weights = oracle.state_of(module)
+    return trace
+
+
+def divide_wide(layer: nn.Module, mesh: Any) -> None:
+    """Tensor parallelism of a `Wide`."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if isinstance(layer, Wide):
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def fit_all(process: int, folder: str) -> dict[tuple[str, str], Trace]:
+    found = {}
+    for way in ("recorded", "pretrained", "configure_model"):
+        for layout in LAYOUTS:
+            try:
+                found[way, layout] = fit(process, way, folder, layout)
+            except BaseException as error:
+                error.add_note(f"{way}, {layout}")
+                raise
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_values_and_training_are_those_of_one_device(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    found = run_trainers(fit_all, 4, folder=str(tmp_path), timeout=180)
+    truths = {way: fit(0, way, str(tmp_path), None) for way in ("recorded", "pretrained")}
+    for process, traces in enumerate(found):
+        for (way, layout), trace in traces.items():
+            truth = truths.get(way, truths["pretrained"])
+            assert len(trace.losses) == len(truth.losses) == 6
+            wrong = oracle.differences(trace, truth)
+            assert not wrong, f"{way}, {layout}, process {process}:\n  " + "\n  ".join(wrong[:20])
+
+
+class DividesItself(Recorded):
+    """Divides its layers in ``configure_model``; they were recorded before."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            for layer in self.layers:
+                divide_wide(layer, self.device_mesh["tensor_parallel"])
+
+
+def go_on(process: int, folder: str) -> tuple[list[float], dict[str, Trace]]:
+    """The losses of a module that divides itself, and what runs leave that go on from a folder written after a run."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 4, "use_distributed_sampler": False, **QUIET}
+    found = {}
+    for layout in ("2x2x1", "2x1x2"):
+        sizes, _ = LAYOUTS[layout]
+        own = {"parallelize": divide_wide} if "tensor_parallel_size" in sizes else {}
+        for epochs in (1, 2):
+            strategy = PipeStrategy("1f1b", 2, 2, **sizes, **own, save_distributed_checkpoint=True)
+            trainer = L.Trainer(strategy=strategy, max_epochs=epochs, precision="64-true", **options)
+            path = None if epochs == 1 else f"{folder}/{layout}"
+            torch.manual_seed(SEED)  # the buffers that checkpoints lack
+            module = make("recorded", "", trainer)
+            trainer.fit(module, oracle.loader(batches()), ckpt_path=path, weights_only=False)
+            if epochs == 1:
+                trainer.save_checkpoint(f"{folder}/{layout}")
+        found[layout] = Trace(weights=oracle.state_of(module))
+    recorder = oracle.Recorder()
+    strategy = PipeStrategy("1f1b", 2, 2, tensor_parallel_size=2)
+    trainer = L.Trainer(strategy=strategy, max_epochs=1, precision="64-true", callbacks=[recorder], **options)
+    torch.manual_seed(SEED)
+    with trainer.init_module():
+        module = DividesItself()
+    trainer.fit(module, oracle.loader(batches()))
+    return recorder.trace.losses, found
+
+
+@pytest.mark.timeout(120)
+def test_runs_that_go_on_and_modules_that_divide_themselves(tmp_path: Path) -> None:
+    recorder = oracle.Recorder()
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "precision": "64-true", **QUIET}
+    trainer = L.Trainer(callbacks=[recorder], **options)
+    torch.manual_seed(SEED)
+    module = make("recorded", "", trainer)
+    trainer.fit(module, oracle.loader(batches()))
+    truth = Trace(losses=recorder.trace.losses[:3], weights=oracle.state_of(module))
+    for losses, traces in run_trainers(go_on, 4, folder=str(tmp_path), timeout=100):
+        for trace in (Trace(losses=losses), *traces.values()):
+            oracle.assert_equal(trace, truth)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@contextmanager
+def most_bytes() -> Iterator[list[int]]:
+    """The bytes that parameters and buffers have together, each time that there are more of them."""
+    alive: dict[int, tuple[StorageWeakRef, int]] = {}
+    provide, shard, found = recording.provide, model_sharding.shard, [0]
+
+    def note(*storages: Any) -> None:
+        for storage in storages:
+            alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for key in [key for key, (storage, _) in alive.items() if storage.expired()]:
+            del alive[key]
+        found.append(sum(size for _, size in alive.values()))
+
+    def provided(cells: Any) -> None:
+        provide(cells)
+        note(*(cell.memory for cell in cells))
+
+    def divided(root: Root, *args: Any) -> None:
+        shard(root, *args)
+        note(*(local(tensor).untyped_storage() for tensor in root.module.parameters()))
+
+    with patch.object(recording, "provide", provided), patch.object(model_sharding, "shard", divided):
+        yield found
+
+
+class Kept(L.Callback):
+    """Notes the bytes of parameters and buffers that this process has when the run begins."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        tensors = [each for each in (*pl_module.parameters(), *pl_module.buffers()) if type(each) is not AbsentTensor]
+        self.found = sum(local(each).nbytes for each in tensors)
+
+
+def peak(process: int, folder: str) -> tuple[int, int, int]:
+    """The most bytes at the start of a run, those that stay, and those of a layer, of which there are twelve."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    strategy = PipeStrategy("1f1b", 2, 1, data_parallel_size=2, shard_optimizer="parameters")
+    kept, options = Kept(), {"max_epochs": 1, "use_distributed_sampler": False, "precision": "64-true"}
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[kept], **options, **QUIET)
+    with trainer.init_module():
+        module = Pretrained(folder) if folder else Recorded(DEPTH)
+    layer = module.model.model.layers[0] if folder else module.layers[0]
+    size = sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
+    with most_bytes() as found:
+        trainer.fit(module, oracle.loader(batches(1)))
+    return max(found), kept.found, size
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_process_has_one_layer_whole_at_a_time(tmp_path: Path, *, stored: bool) -> None:
+    if stored:
+        save_llama(tmp_path, DEPTH)
+    for most, kept, layer in run_trainers(peak, 2, folder=str(tmp_path) if stored else "", timeout=80):
+        assert kept > DEPTH * layer / 2
+        assert most <= kept + layer
