@@ -28,8 +28,9 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.intercept.call_record import RunRecord, Value
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.transport.base import Lane, Parts, Transport, Words, Work
-from lightning_pipe.transport.message_layout import MessageLayout, mask_words, to_bits, to_words
+from lightning_pipe.transport.base import Lane, Transport, Words
+from lightning_pipe.transport.message_layout import MessageLayout
+from lightning_pipe.transport.work import Parts, Work
 
 _AGREED, _CHANGED = 0, 1
 _CONTROL = {"forward": 1, "backward": 2}
@@ -79,7 +80,7 @@ class BoundaryPlan:
 
     def masks_of(self, used: Container[int], present: Container[int]) -> list[int]:
         """The masks of the backward message: which tensors were used, and which gradients are there."""
-        return to_words(n in used for n in self.numbers) + to_words(n in present for n in self.gradients)
+        return [*(n in used for n in self.numbers), *(n in present for n in self.gradients)]
 
     @cached_property
     def steady(self) -> bool:
@@ -94,8 +95,7 @@ class BoundaryPlan:
     @cached_property
     def gradient_layout(self) -> MessageLayout:
         """The backward message: the masks, then the gradients."""
-        words = mask_words(len(self.numbers)) + mask_words(len(self.gradients))
-        return MessageLayout(words, self._specs(self.gradients))
+        return MessageLayout(len(self.numbers) + len(self.gradients), self._specs(self.gradients))
 
     def _specs(self, numbers: Iterable[int]) -> tuple[TensorSpec, ...]:
         wanted = set(numbers)
@@ -220,13 +220,12 @@ class BoundaryExchange:
         masks, tensors = self._posted.pop(("backward", key))[0].wait()
         self._used[peer, key.pipe] += 1
         _end(transfer.works)
-        # Mostly everything was used: comparing two short lists is cheaper than reading their bits.
+        # Mostly everything was used: comparing two short lists is cheaper than reading them.
         if masks == plan.masks:
             transfer.used = plan.all
             return Returned(dict(zip(plan.gradients, tensors, strict=True)), transfer.used)
-        split = mask_words(len(plan.numbers))
-        transfer.used = frozenset(compress(plan.numbers, to_bits(masks[:split], len(plan.numbers))))
-        present = to_bits(masks[split:], len(plan.gradients))
+        transfer.used = frozenset(compress(plan.numbers, masks))
+        present = masks[len(plan.numbers) :]
         gradients = {n: tensor for n, tensor, flag in zip(plan.gradients, tensors, present, strict=True) if flag}
         return Returned(gradients, transfer.used)
 

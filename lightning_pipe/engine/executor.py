@@ -187,7 +187,7 @@ class Executor:
         with self._whole():
             self.position = action
             if (board := self.exchange.transport.board) is not None:
-                board.program, board.position = (), action
+                board.position = action
             self._methods[action.kind](action, _subject(action))
             self.exchange.end_action(action.micro_batch or 0, lag)
 
@@ -224,8 +224,6 @@ class Executor:
     def _loop(self, find: Find) -> None:
         self._find = find
         board = self.exchange.transport.board
-        if board is not None:
-            board.program = self._program.actions
         for action, run, at in self._program.steps:
             self.position = action
             if board is not None:

@@ -87,9 +87,9 @@ class PartitionedModule:
         self.stages_here = sample.stages_of(transport.rank)
         layer_ranks = [self.holders(stage) for stage, span in enumerate(self.stage_layers) for _ in span]
         ranks = transport.topology.ranks
-        known = None if before is None else before.ownership
+        known, names = None if before is None else before.ownership, tuple(map(transport.describe, transport.peers))
         self.ownership: Ownership = Ownership(
-            module, self.layers, layer_ranks, transport.rank, ranks, self.loss_ranks, transport.names, known
+            module, self.layers, layer_ranks, transport.rank, ranks, self.loss_ranks, names, known
         )
 
     # ------------------------------------------------------------------ ranks and processes

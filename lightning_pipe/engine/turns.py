@@ -12,7 +12,8 @@ from lightning_pipe.engine.batch import Batch
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.parameters.deferred_batchnorm import forward_pass
-from lightning_pipe.transport.base import Transport, Work
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.work import Work
 
 if TYPE_CHECKING:
     from lightning_pipe.engine.pipeline import Pipeline

@@ -13,7 +13,9 @@ from torch.nn import Parameter
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import local, settled, with_local
-from lightning_pipe.transport.base import Transport, Work
+from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.work import Work
 
 Key = Any
 BUCKET_BYTES = 25 * 2**20
@@ -100,10 +102,6 @@ class GradientSync:
             raise ConfigurationError(f"The reduction of {key!r} is under way.", hint="Call finish first.")
         own = list(parameters)
         self._entries[key] = _Entry(own, members, None if owner is None else {id(each): owner(each) for each in own})
-
-    def clear(self) -> None:
-        """Forget all keys."""
-        self._entries.clear()
 
     def start(self, key: Key) -> None:
         """Reduce the gradients of a key in the background, as soon as its turn in the group has come."""
@@ -219,18 +217,8 @@ def _views(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         part = flat[offset : offset + parameter.numel()]
         offset += parameter.numel()
         # Optimizers are fast only where gradient and parameter have the same strides.
-        dense = _dense(parameter)
+        dense = TensorSpec.of(parameter).dense
         yield part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a block of memory, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def buckets(parameters: Sequence[Parameter], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:

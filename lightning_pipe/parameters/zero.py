@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe.parameters.gradient_sync import buckets
-from lightning_pipe.transport.base import Transport, Work
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.work import Work
 
 _UNDER_WAY = 2
 """Buckets of updated values on their way at a time."""

@@ -51,8 +51,7 @@ from lightning_pipe.plain.sharing import SharedStep, Step, shared
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.transport.arrangement import arrange, topology_of
-from lightning_pipe.transport.choose import open_transport
+from lightning_pipe.transport.arrangement import arrange, open_transport, topology_of
 
 _DIVIDED: WeakSet[nn.Module] = WeakSet()
 """The models of pipelines with all their parts."""

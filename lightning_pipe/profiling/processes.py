@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.text import several
+from lightning_pipe.transport.arrangement import open_transport
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
 
 Job = Callable[[Transport], Any]

@@ -8,7 +8,6 @@ import torch
 
 from lightning_pipe.local_parts import DATA, PIPELINE, TENSOR
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.torch_distributed import TorchTransport
 
 NAMES = (PIPELINE, DATA, TENSOR)
 
@@ -23,7 +22,6 @@ def device_mesh(transport: Transport) -> Any:
         torch's ``DeviceMesh``; ``mesh["data_parallel"]`` and ``mesh["tensor_parallel"]`` are as in Lightning's
         ``ModelParallelStrategy``.
     """
-    assert isinstance(transport, TorchTransport)
     from torch.distributed.device_mesh import DeviceMesh
 
     topology = transport.topology

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from lightning_pipe.transport.failures import joined_threads
+from lightning_pipe.transport.failures.leaving import leave, tell
 
 CHILD = "LIGHTNING_PIPE_CHILD"
 """The variable by which a process knows who has started it."""
@@ -47,7 +47,7 @@ class Children:
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self._processes, self._owner = processes, os.getpid()
         self._stopped = threading.Event()
-        joined_threads.start("observer of children", self._observe, self._stopped.set)
+        threading.Thread(target=self._observe, name="lightning-pipe observer of children", daemon=True).start()
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -58,8 +58,8 @@ class Children:
         failed = self.failed or hasattr(sys, "last_value")  # the error that has ended this process
         self.end(_AFTER_FAILURE if failed else _AFTER_SUCCESS)
         if not failed and (lost := self._lost()):
-            joined_threads.tell(lost)
-            joined_threads.fail_at_end(1)
+            tell(lost)
+            leave(1)
 
     def end(self, patience: float) -> None:
         """Wait for them, and kill those that are left after ``patience`` seconds."""
@@ -78,9 +78,9 @@ class Children:
             if self._lost():
                 break
         if not self._stopped.wait(_NOTICING):
-            joined_threads.tell(f"{self._lost()} All processes of this host end.")
+            tell(f"{self._lost()} All processes of this host end.")
             self.end(0.0)
-            joined_threads.leave(1)
+            leave(1)
 
     def _lost(self) -> str:
         """Which of them have failed, in words."""
@@ -100,8 +100,8 @@ def end_with_parent() -> None:
         # SIGKILL: Python does not act on other signals while the main thread waits in C++
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(os.environ[CHILD]):
-            joined_threads.tell(f"This process ends: the one that has started it (PID {os.environ[CHILD]}) has gone.")
-            joined_threads.leave(1)
+            tell(f"This process ends: the one that has started it (PID {os.environ[CHILD]}) has gone.")
+            leave(1)
     # The interpreter's last collection goes through every object of torch and Lightning: 1.2 s of 6 (Python 3.11). The
     # first process waits for this one, and a machine that many processes share makes it ten seconds.
     atexit.register(gc.freeze)

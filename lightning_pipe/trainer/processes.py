@@ -17,8 +17,8 @@ from lightning_pipe.trainer.launcher import ScriptLauncher
 from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.trainer.signals import ENDINGS, Signals
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.failures import joined_threads
 from lightning_pipe.transport.failures.board import FailureBoard, Kind
+from lightning_pipe.transport.failures.leaving import tell
 
 
 class Processes:
@@ -102,7 +102,7 @@ class Processes:
             exception.code = 128 + signal.SIGTERM
             if getattr(rank_zero_only, "rank", 0) == 0:
                 reason = "it was asked to by SIGTERM." if board is None or board.failure is None else board.failure
-                joined_threads.tell(f"The run ends: {reason}")
+                tell(f"The run ends: {reason}")
         if board is not None:
             kind: Kind = next((kind for kind, told in ENDINGS.items() if isinstance(exception, told)), "error")
             board.fail(exception, kind)

@@ -36,8 +36,7 @@ class Signals:
 
     The ranks with the last stage, process 0 among them, tell the others with their report about a batch. A process that
     was asked to end, and they were not, ends a little later by itself, and the others with it, as in an evaluation. One
-    that does not come to its next batch, because it waits for another that hangs, is ended by the failure board's
-    watchdog.
+    that does not come to its next batch, because it waits for another that hangs, ends with that one at the timeout.
 
     SLURM's requeue signal waits for the next training batch in a validation within a training. In other evaluations it
     requeues the job at once, as in Lightning, but without a checkpoint.
@@ -88,7 +87,6 @@ class Signals:
             self._connector.received_sigterm = True
             if self._world.board is not None:  # all leave together: what they still do, such as to save, takes its time
                 self._world.board.noticed.set()
-                self._world.board.asked_to_end = None
             raise SIGTERMException
         if self.asked[0]:
             self._since = self._since or time.monotonic()
@@ -102,8 +100,6 @@ class Signals:
         if launcher is not None:
             launcher.kill(number)
         self.asked[0] = True
-        if self._world.board is not None:
-            self._world.board.asked_to_end = time.monotonic()
         # in an evaluation nothing is to be saved; without the first process nobody will ask any more
         if not self._trainer.training or os.getppid() != self._parent:
             raise SIGTERMException

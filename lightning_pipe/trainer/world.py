@@ -22,9 +22,8 @@ from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeEr
 from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.connect import connect, listen_on_loopback
-from lightning_pipe.transport.arrangement import topology_of
+from lightning_pipe.transport.arrangement import open_transport, topology_of
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.failures.board import FailureBoard
 from lightning_pipe.transport.torch_distributed import default_store
 
@@ -121,7 +120,9 @@ class World:
         """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
         if os.getpid() != self._owner:  # a copy of the process that the user's code has made: none of it is its own
             return
-        if self.board is None or not self.board.noticed.is_set():
+        if self.board is not None and self.board.noticed.is_set():
+            self.board.close()
+        else:
             self.close()
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -1,25 +1,31 @@
-"""The interface under the executor: messages between ranks, reductions over groups, objects on the slow path."""
+"""What the executor moves data with: messages between ranks, reductions over groups, objects on the slow path."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.tensor_spec import numbered
-from lightning_pipe.transport.objects import FIRST, decode, encode, text_size
+from lightning_pipe.transport.objects import decode, encode
 from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.torch_distributed import ABORT_TAG, abort_gloo
+from lightning_pipe.transport.work import DONE, GroupWork, Guarded, LocalReceive, Parts, Several, Work
 
 if TYPE_CHECKING:
     from lightning_pipe.transport.failures.board import FailureBoard
     from lightning_pipe.transport.message_layout import MessageLayout
+    from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 
 Direction = Literal["forward", "backward"]
 Reduction = Literal["sum", "max", "min"]
@@ -27,6 +33,9 @@ Words = list[int]
 OBJECT_TAGS = 1 << 29
 COLLECTIVE_TAG = OBJECT_TAGS - 1
 """The tag of objects in collectives: members come to those that they share in the same order."""
+FIRST_OBJECT_TAG = ABORT_TAG + 1
+"""Tags of torch below are those of lanes, from here on those of objects."""
+_OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
 class Lane(NamedTuple):
@@ -50,61 +59,26 @@ class Channel(NamedTuple):
     lane: Lane
 
 
-class Work(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> None:
-        """Return when the operation is done. On a GPU the current stream waits, not the host.
-
-        Raises:
-            CommunicationError: a peer failed, left, or did not answer in time.
-        """
-
-
-class Parts(NamedTuple):
-    """A receive of control words and tensors under way, and the function that reads the message once it has come."""
-
-    work: Work
-    read: Callable[[], tuple[list[int], list[Tensor]]]
-
-    def wait(self) -> tuple[list[int], list[Tensor]]:
-        """Wait for the message; returns its control words and tensors."""
-        self.work.wait()
-        return self.read()
-
-
-class Several:
-    """Several operations that count as one."""
-
-    def __init__(self, *works: Work) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Return when all are done."""
-        for work in self._works:
-            work.wait()
-
-
-DONE = Several()
-"""An operation that had nothing to do."""
-
-
 class Transport(ABC):
     """Moves messages between the ranks of a pipeline and reduces over groups of processes; one per process.
 
     ``peer`` is always a pipeline rank of the same replica; ``members`` and ``source`` are processes of the world.
+
+    Collectives go over torch's process groups. A transport makes groups of its own, so that no collective of the user
+    or of Lightning in the default group can come between; in a group of one process they are done at once. Objects
+    take the way of messages between hosts: Gloo, and shared memory within one.
 
     Args:
         topology: the place of every process.
         process: this process.
         device: where messages live.
         timeout: the longest that a blocking call waits.
+        backend: the backend of torch's groups for tensors.
 
     Attributes:
         rank: this process's rank in its pipeline.
         replica: the pipeline that this process belongs to.
         peers: the process of each rank of this pipeline.
-        names: how messages name each rank of this pipeline.
         board: where failures are looked up and reported; set by `FailureBoard`.
         waiting: what the process is blocked on, for reports; ``None`` while it is not.
         inline_control: whether control words travel in messages: the host waits for a GPU to read what is there.
@@ -113,17 +87,32 @@ class Transport(ABC):
     shares_generators = False
     """Whether other ranks are threads of this process, and draw from the same random generators."""
 
-    def __init__(self, topology: Topology, process: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, topology: Topology, process: int, device: torch.device, timeout: timedelta, backend: str = "gloo"
+    ) -> None:
         self.topology = topology
         self.process = process
         self.replica, self.rank = topology.locate(process)
         self.device = numbered(device)
         self.timeout = timeout
         self.peers = topology.pipeline_processes(self.replica)
-        self.names = tuple(topology.describe(peer) for peer in self.peers)
         self.board: FailureBoard | None = None
         self.waiting: object | None = None
         self.inline_control = device.type == "cpu"
+        self._backend = backend
+        # by members and backend; ``None`` where this process is no member
+        self._groups: dict[tuple[tuple[int, ...], str], ProcessGroup | None] = {}
+        self._mesh_groups: list[ProcessGroup] = []
+        self._local: dict[int, SharedMemoryPeer] = {}
+
+    def _open(self) -> None:
+        """Make the groups that every run needs. Collective over the world."""
+        topology = self.topology
+        self._make_group(topology.everyone)
+        self.make_groups([topology.same_tensor_rank])
+        self.make_groups([tuple(sorted(topology.pipeline_processes(n))) for n in range(topology.replicas)])
+        for first in range(0, topology.world_size, topology.tensor):
+            self._make_group(topology.tensor_processes(first))
 
     def connect(self, channels: Iterable[Channel]) -> None:  # noqa: B027 - most transports need no preparation
         """Prepare the channels that a schedule uses.
@@ -172,38 +161,61 @@ class Transport(ABC):
 
         Objects with different tags may overtake each other. Tensors of an accelerator arrive on the peer's device.
         """
-        return self.send_object_to(obj, [peer], tag)
-
-    def send_object_to(self, obj: object, peers: Sequence[int], tag: int) -> Work:
-        """Start to send an object to several ranks of this pipeline; see `send_object`."""
-        return self._send_object(obj, [self.peers[peer] for peer in peers], tag)
+        return self.send_object_to([self.peers[peer]], obj, tag)
 
     def receive_object(self, peer: int, tag: int) -> Any:
         """The next object that ``peer`` sends with this tag."""
-        return self._receive_object(self.peers[peer], tag)
+        return self.receive_object_from(self.peers[peer], tag)
 
-    def _send_object(self, obj: object, processes: Sequence[int], tag: int, *, kept: bool = False) -> Work:
+    def send_object_to(self, processes: Sequence[int], obj: object, tag: int, *, kept: bool = False) -> Work:
         """Start to send an object to processes of the world; ``kept``: it stays as it is until the sends are done."""
         if not processes:  # to encode what is on an accelerator, the host would wait for it
             return Several()
-        text, large = encode(obj, by_reference=kept or all(map(self._copies, processes)))
-        works: list[Work] = []
-        for process in processes:
-            works += [self._send_bytes(part, process, tag) for part in (text[:FIRST], text[FIRST:]) if part.numel()]
-            works += [self._send_bytes(memory, process, tag) for memory in large]
-        return Several(*works)
+        # what goes through shared memory has been copied when the send returns
+        messages = encode(obj, by_reference=kept or all(process in self._local for process in processes))
+        return Several(*(self._send_bytes(message, process, tag) for process in processes for message in messages))
 
-    def _receive_object(self, process: int, tag: int) -> Any:
-        text = self._receive_text(process, tag)
-        return decode(text, lambda memory: self._receive_bytes(memory, process, tag).wait(), self.device)
+    def receive_object_from(self, process: int, tag: int) -> Any:
+        """The next object that a process of the world sends with this tag."""
+        return decode(lambda message: self._receive_bytes(message, process, tag).wait(), self.device)
 
-    @abstractmethod
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Prepare groups of processes for collectives.
 
         Collective over the world, with the same list everywhere, and idempotent. The group of all processes and
         groups of one process need no preparation.
         """
+        for group in groups:
+            for number in range(self.topology.tensor):  # the other tensor ranks ask for theirs at the same time
+                self._make_group(tuple(member - self.topology.tensor_rank + number for member in group))
+
+    def _make_group(self, members: tuple[int, ...]) -> None:
+        for backend in dict.fromkeys(("gloo", self._backend)):
+            if len(members) > 1 and (members, backend) not in self._groups:
+                group = self.new_group(members, backend)
+                self._groups[members, backend] = group if self.process in members else None
+
+    def mesh_group(self, lines: Sequence[Sequence[int]]) -> ProcessGroup:
+        """A group for collectives of torch's own along a dimension of a mesh of devices. Collective over the world.
+
+        Args:
+            lines: the processes that differ in this dimension alone; this process is in one of them.
+        """
+        found = [self.new_group(line, self._backend) for line in lines]
+        own = next(group for group, line in zip(found, lines, strict=True) if self.process in line)
+        self._mesh_groups.append(own)
+        return own
+
+    def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
+        """A process group of its own, with this transport's timeout. Collective over the world."""
+        with self.guarding(f"make a group of processes {list(processes)}"):
+            # Without a timeout torch would take its default of half an hour, not that of the default group.
+            group: ProcessGroup = dist.new_group(sorted(processes), timeout=self.timeout, backend=backend)
+        return group
+
+    def _group(self, members: tuple[int, ...], *, host: bool) -> ProcessGroup | None:
+        """The group of these members; ``None`` if there is nobody else in it."""
+        return None if len(members) == 1 else self._groups[members, "gloo" if host else self._backend]
 
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:  # noqa: B027 - most transports need no preparation
         """Prepare groups that were made for collectives that begin while messages are under way.
@@ -212,11 +224,10 @@ class Transport(ABC):
         holds the host until all members come to it, and they may wait for messages that this host has yet to send.
         """
 
-    @abstractmethod
     def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
         """Start to reduce a contiguous tensor in place over the members (sorted processes)."""
+        return self._collective("all-reduce", tensor, members, partial(dist.all_reduce, op=_OPS[op]))
 
-    @abstractmethod
     def reduce_scatter(self, parts: Sequence[Tensor], members: tuple[int, ...]) -> Work:
         """Start to sum contiguous tensors over the members, each for one of them.
 
@@ -227,42 +238,45 @@ class Transport(ABC):
             parts: one for each member, of any sizes and types that are the same on all members; some may be empty.
             members: the sorted processes.
         """
+        # torch's reduce_scatter does the same over NCCL where parts have different sizes, and sums all of it everywhere
+        # over Gloo (torch 2.13)
+        return Several(
+            *(
+                self._collective("reduce", part, members, partial(dist.reduce, dst=member))
+                for part, member in zip(parts, members, strict=True)
+                if part.numel()
+            )
+        )
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int, members: tuple[int, ...]) -> Work:
         """Start to copy the source's contiguous tensor into those of the other members."""
+        return self._collective("broadcast", tensor, members, partial(dist.broadcast, src=source))
+
+    def _collective(self, name: str, tensor: Tensor, members: tuple[int, ...], start: Callable[..., Any]) -> Work:
+        group = self._group(members, host=tensor.device.type == "cpu")
+        if group is None:
+            return DONE
+        operation = f"finish {name} of {tensor.nbytes} bytes with ranks {list(members)}"
+        with self.guarding(operation):
+            work = start(tensor, group=group, async_op=True)
+        return GroupWork(self, operation, work, tensor)
 
     def broadcast_object(self, obj: Any, source: int, members: tuple[int, ...]) -> Any:
         """The source's own object there, a copy on every other member, which passes anything."""
         if self.process != source:
-            return self._receive_object(source, COLLECTIVE_TAG)
-        others = [member for member in members if member != source]
-        self._send_object(obj, others, COLLECTIVE_TAG, kept=True).wait()
+            return self.receive_object_from(source, COLLECTIVE_TAG)
+        self.send_object_to([each for each in members if each != source], obj, COLLECTIVE_TAG, kept=True).wait()
         return obj
 
     def all_gather_object(self, obj: object, members: tuple[int, ...]) -> list[Any]:
         """Every member's object, in the order of the members; the first of them collects."""
         first, *others = members
         if self.process != first:
-            self._send_object(obj, [first], COLLECTIVE_TAG, kept=True).wait()
-            return self._receive_object(first, COLLECTIVE_TAG)  # type: ignore[no-any-return]
-        gathered = [obj, *(self._receive_object(other, COLLECTIVE_TAG) for other in others)]
-        self._send_object(gathered, others, COLLECTIVE_TAG, kept=True).wait()
+            self.send_object_to([first], obj, COLLECTIVE_TAG, kept=True).wait()
+            return self.receive_object_from(first, COLLECTIVE_TAG)  # type: ignore[no-any-return]
+        gathered = [obj, *(self.receive_object_from(other, COLLECTIVE_TAG) for other in others)]
+        self.send_object_to(others, gathered, COLLECTIVE_TAG, kept=True).wait()
         return gathered
-
-    def _receive_text(self, process: int, tag: int) -> bytes:
-        """The text of an object; see `lightning_pipe.transport.objects`."""
-        text, size = b"", FIRST
-        while len(text) < size:
-            part = torch.empty(size - len(text), dtype=torch.uint8, device="cpu")
-            self._receive_bytes(part, process, tag).wait()
-            text += part.numpy().tobytes()
-            size = text_size(text)
-        return text
-
-    def _copies(self, process: int) -> bool:
-        """Whether bytes for a process have been copied when `_send_bytes` returns."""
-        return False
 
     def sum_over_replicas(self, amount: float) -> float:
         """The sum of the amounts of all pipelines, from the processes with the same rank in each."""
@@ -273,38 +287,85 @@ class Transport(ABC):
         self.all_reduce(total, members).wait()
         return float(total)
 
-    @abstractmethod
     def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:
         """Start to send flat bytes in host memory, beside the lanes; those with one tag keep their order."""
+        return self._start_send(data, process, f"the object lane with tag {tag}", FIRST_OBJECT_TAG + tag)
 
-    @abstractmethod
     def _receive_bytes(self, data: Tensor, process: int, tag: int) -> Work:
         """Start to receive what `_send_bytes` sends."""
+        return self._start_receive(data, process, f"the object lane with tag {tag}", FIRST_OBJECT_TAG + tag)
 
-    @abstractmethod
+    def _start_send(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
+        size = data.numel()
+        if process in self._local:
+            self._hand_over(process, size, lambda address: ctypes.memmove(address, data.data_ptr(), size), lane, tag)
+            return DONE
+        with self.guarding(operation := f"send {size} bytes to {self.describe(process)} on {lane}"):
+            # What torch's isend calls, without its checks: they are half of the cost of a small message.
+            work = self._messages.send([data], process, tag)
+        return GroupWork(self, operation, work, data)
+
+    def _start_receive(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
+        if (local := self._local.get(process)) is not None:
+            posted = LocalReceive(self, local, data, process, lane)
+            try:
+                local.post(posted, tag)
+            except OSError as error:
+                raise self.error(posted, error) from error
+            return posted
+        with self.guarding(operation := f"receive {data.numel()} bytes from {self.describe(process)} on {lane}"):
+            work = self._messages.recv([data], process, tag)
+        return GroupWork(self, operation, work, data)
+
+    def _hand_over(self, process: int, size: int, write: Callable[[int], Any], lane: Lane | str, tag: int) -> None:
+        """Send a message through shared memory; ``write`` writes it to an address."""
+        try:  # a context costs as much as the copy of a small message
+            self._local[process].hand_over(size, write, tag)
+        except OSError as error:
+            raise self.error(f"send {size} bytes to {self.describe(process)} on {lane}", error) from error
+
+    @property
+    def _messages(self) -> ProcessGroup:
+        # each group of Gloo has a thread that wakes a hundred times a second: messages share that of collectives
+        group = self._groups[self.topology.everyone, "gloo"]
+        assert group is not None
+        return group
+
     def barrier(self, members: tuple[int, ...] | None = None) -> None:
         """Return when every member (``None``: every process) has called this."""
+        self.all_reduce(torch.zeros(1), self.topology.everyone if members is None else members).wait()
 
     def abort(self) -> None:
         """Give up: pending operations fail here and, as soon as possible, at the peers."""
-        self.close()
+        for peer in self._local.values():
+            peer.shutdown()
+        groups = [group for (_, backend), group in self._groups.items() if backend == "gloo"]
+        groups += self._mesh_groups if self._backend == "gloo" else []
+        # Others may be on their way into a collective of the default group, where nobody will meet them any more.
+        if groups and dist.is_initialized() and dist.get_backend() == "gloo":
+            groups.append(dist.group.WORLD)
+        for group in filter(None, groups):
+            abort_gloo(group)
 
-    @contextmanager
-    def guarding(self, operation: object) -> Iterator[None]:
-        """Surround a collective of another library: reports of a hang name it, and its errors say who failed first.
+    def guarding(self, operation: object) -> Guarded:
+        """A context around ``operation``, words that follow "could not"; for collectives of other libraries, too."""
+        return Guarded(self, operation)
 
-        Args:
-            operation: what the collective does, in words that follow "could not".
-        """
-        yield
-
-    @abstractmethod
     def close(self) -> None:
         """Release what the transport holds. Pending operations must be done; idempotent."""
+        for peer in self._local.values():
+            peer.close()
+        if dist.is_initialized():
+            for group in filter(None, (*self._groups.values(), *self._mesh_groups)):
+                dist.destroy_process_group(group)
+        # a group that is referred to keeps its connections and the store
+        self._local.clear()
+        self._groups.clear()
+        self._mesh_groups.clear()
 
     def describe(self, process: int | None = None) -> str:
         """How messages name a process (``None``: this one)."""
-        return self.topology.describe(self.process if process is None else process)
+        return self.topology.names[self.process if process is None else process]
 
     def error(self, operation: object, cause: BaseException | None, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed, with the first failure or the report of a hang, if known."""
@@ -322,28 +383,3 @@ class Transport(ABC):
         if self.board is not None:
             return self.board.explain(message, timed_out=timed_out)
         return CommunicationError(message, hint="Look for the first error of another rank, or raise the timeout.")
-
-
-class Message(NamedTuple):
-    """A message under way, as errors and reports name it."""
-
-    verb: Literal["send", "receive"]
-    size: int
-    peer: str
-    lane: Lane | str
-
-    def __str__(self) -> str:
-        preposition = "to" if self.verb == "send" else "from"
-        return f"{self.verb} {self.size} bytes {preposition} {self.peer} on {self.lane}"
-
-
-class Collective(NamedTuple):
-    """A collective under way, as errors and reports name it."""
-
-    name: str
-    size: int
-    members: tuple[int, ...]
-
-    def __str__(self) -> str:
-        size = f" of {self.size} bytes" if self.size else ""
-        return f"finish {self.name}{size} with ranks {list(self.members)}"

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipe.transport.base import Lane, Message, Words, Work
+from lightning_pipe.transport.base import Lane, Transport, Words
 from lightning_pipe.transport.message_layout import MessageLayout
 from lightning_pipe.transport.shared_memory.rendezvous import connect_local
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.torch_distributed import TorchTransport
-from lightning_pipe.transport.work import StagedReceive
+from lightning_pipe.transport.torch_distributed import own_process
+from lightning_pipe.transport.work import StagedReceive, Work
 
 
-class GlooTransport(TorchTransport):
+class GlooTransport(Transport):
     """Messages through host memory; tensors of a GPU are staged through pinned memory.
 
     All lanes of a pipeline share one process group and have a tag each: Gloo moves the bytes of a message only once
@@ -32,9 +32,10 @@ class GlooTransport(TorchTransport):
     """
 
     def __init__(self, topology: Topology, device: torch.device, timeout: timedelta, *, local: bool = True) -> None:
-        super().__init__(topology, device, timeout, backend="gloo")
+        super().__init__(topology, own_process(topology), device, timeout)
+        self._open()
         if local:
-            with self.failing("connect to the processes of this host"):
+            with self.guarding("connect to the processes of this host"):
                 # those that were not found stay with Gloo: other hosts, other containers
                 gather = partial(self.all_gather_object, members=topology.everyone)
                 self._local = connect_local(self.process, topology.everyone, timeout.total_seconds(), gather)
@@ -62,12 +63,12 @@ class GlooTransport(TorchTransport):
     def send_parts(
         self, layout: MessageLayout, control: Words, tensors: Sequence[Tensor | None], peer: int, lane: Lane
     ) -> Sequence[Work]:
-        local = self._local.get(self.peers[peer])
-        if local is None or not self.inline_control:
+        process = self.peers[peer]
+        if process not in self._local or not self.inline_control:
             return super().send_parts(layout, control, tensors, peer, lane)
-        with self.failing(Message("send", layout.size, self.names[peer], lane)):
-            # written where the process of this host reads it
-            local.hand_over(layout.size, lambda address: layout.write(address, control, tensors), _lane_tag(lane))
+        # written where the process of this host reads it
+        write = partial(layout.write, control=control, tensors=tensors)
+        self._hand_over(process, layout.size, write, lane, _lane_tag(lane))
         return ()
 
 

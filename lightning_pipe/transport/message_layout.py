@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,7 +24,6 @@ from torch import Tensor
 from lightning_pipe.tensor_spec import TensorSpec
 
 _ALIGNMENT = 16  # torch views bytes as complex128 only at such offsets
-_BITS = 62  # of a mask in one control word, which is signed
 _HOST = torch.device("cpu")
 
 
@@ -138,27 +137,3 @@ def strides_in_message(spec: TensorSpec) -> tuple[int, ...]:
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def mask_words(count: int) -> int:
-    """Control words that a mask of ``count`` bits takes."""
-    return -(-count // _BITS)
-
-
-def to_words(bits: Iterable[bool]) -> list[int]:
-    """A mask as control words.
-
-    Example:
-        >>> to_words([True, False, True]), to_bits([5], 3)
-        ([5], [True, False, True])
-    """
-    flags = list(bits)
-    return [
-        sum(1 << i for i, flag in enumerate(flags[start : start + _BITS]) if flag)
-        for start in range(0, len(flags), _BITS)
-    ]
-
-
-def to_bits(words: Sequence[int], count: int) -> list[bool]:
-    """The mask of `to_words`."""
-    return [bool(words[i // _BITS] >> (i % _BITS) & 1) for i in range(count)]

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from lightning_pipe.transport.base import Channel, Lane, Message, Work
+from lightning_pipe.transport.base import Channel, Lane, Transport
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.torch_distributed import TorchTransport
-from lightning_pipe.transport.work import GroupWork
+from lightning_pipe.transport.torch_distributed import own_process
+from lightning_pipe.transport.work import GroupWork, Work
 
 # NCCL's own watchdog ends the process without a report; the failure board's thread must come before it.
 _WATCHDOG_SLACK = timedelta(seconds=60)
 
 
-class NcclTransport(TorchTransport):
+class NcclTransport(Transport):
     """Messages between GPUs; one per process, one GPU each.
 
     NCCL ignores tags and runs all operations of a communicator in the order in which they were issued. So every
@@ -35,11 +35,12 @@ class NcclTransport(TorchTransport):
     def __init__(self, topology: Topology, device: torch.device, timeout: timedelta) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        super().__init__(topology, device, timeout, backend="nccl")
+        super().__init__(topology, own_process(topology), device, timeout, backend="nccl")
         self.inline_control = False
         self._channels: dict[Channel, ProcessGroup] = {}
         self._known: set[Channel] = set()
         self._opened: set[tuple[int, ...]] = set()
+        self._open()
 
     @override
     def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
@@ -57,7 +58,7 @@ class NcclTransport(TorchTransport):
                 group = self.new_group(members, "nccl")
                 if self.process in members:
                     self._channels[channel] = group
-                    self._open(group, channel)
+                    self._open_channel(group, channel)
 
     @override
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
@@ -68,27 +69,25 @@ class NcclTransport(TorchTransport):
 
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        operation = Message("send", data.numel(), self.names[peer], lane)
+        operation = f"send {data.numel()} bytes to {self.describe(self.peers[peer])} on {lane}"
         group = self._channels[Channel(self.rank, peer, lane)]
-        with self.failing(operation):
+        with self.guarding(operation):
             work = group.send([data], 1 - group.rank(), 0)
         return GroupWork(self, operation, work, data)
 
     @override
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
-        operation = Message("receive", data.numel(), self.names[peer], lane)
+        operation = f"receive {data.numel()} bytes from {self.describe(self.peers[peer])} on {lane}"
         group = self._channels[Channel(peer, self.rank, lane)]
-        with self.failing(operation):
+        with self.guarding(operation):
             work = group.recv([data], 1 - group.rank(), 0)
         return GroupWork(self, operation, work, data)
 
     @override
     def abort(self) -> None:
-        groups = {
-            id(group): group for group in (*self._channels.values(), *self._device_groups.values(), *self._mesh_groups)
-        }
         super().abort()
-        for group in groups.values():
+        groups = [group for (_, backend), group in self._groups.items() if backend == "nccl"]
+        for group in filter(None, (*self._channels.values(), *groups, *self._mesh_groups)):
             group.abort()
 
     @override
@@ -99,12 +98,13 @@ class NcclTransport(TorchTransport):
         self._channels.clear()
         super().close()
 
-    def _open(self, group: ProcessGroup, channel: Channel) -> None:
+    def _open_channel(self, group: ProcessGroup, channel: Channel) -> None:
         """Make the communicator now, by one byte."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        operation = f"open {channel.lane} from {self.names[channel.rank]} to {self.names[channel.peer]}"
+        source, target = (self.describe(self.peers[rank]) for rank in (channel.rank, channel.peer))
+        operation = f"open {channel.lane} from {source} to {target}"
         start = group.send if self.rank == channel.rank else group.recv
-        with self.failing(operation):
+        with self.guarding(operation):
             self._wait_on_host(GroupWork(self, operation, start([byte], 1 - group.rank(), 0), byte))
 
     def _wait_on_host(self, work: Work) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from lightning_pipe.transport.base import OBJECT_TAGS, Transport, Work
+from lightning_pipe.transport.base import OBJECT_TAGS, Transport
+from lightning_pipe.transport.work import Work
 
 PURPOSES = BATCHES, REPORTS = range(2)
 """What is sent: batches that are loaded, and reports about batches."""
@@ -36,9 +37,9 @@ class NonBlockingBroadcast:
         """The object of one process, on all ranks of its pipeline; the others wait for what it sends for a purpose."""
         transport, tag = self._transport, _HIGHEST - purpose
         if transport.process != source:
-            return transport.receive_object(transport.topology.locate(source)[1], tag)
-        others = [rank for rank in range(transport.topology.ranks) if rank != transport.rank]
-        self._sent[-1].append(transport.send_object_to(obj, others, tag))
+            return transport.receive_object_from(source, tag)
+        others = [process for process in transport.peers if process != source]
+        self._sent[-1].append(transport.send_object_to(others, obj, tag))
         return obj
 
     def end_batch(self) -> None:

@@ -12,7 +12,6 @@ of what follows. So no message needs another one to announce it.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 import struct
@@ -23,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe.tensor_spec import TensorSpec
-
 FIRST = 4096
 """The smallest text, and as much as comes first of a larger one: most objects need no more."""
 LARGE = 1 << 16
@@ -33,11 +30,11 @@ _COUNTS = struct.Struct("=2q")  # bytes of the pickle, and how many large pieces
 _HOST = torch.device("cpu")  # whatever device the user has made the default
 
 
-def encode(obj: object, *, by_reference: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """The text of an object and the memory of what is large in it, as flat bytes; any type that pickles.
+def encode(obj: object, *, by_reference: bool = False) -> list[Tensor]:
+    """The messages of an object, as flat bytes: its text in one or two, and the memory of what is large in it.
 
-    Tensors keep dtype, shape and, if their elements fill their memory, strides. What they were computed from stays
-    behind, and so do attributes set on them and memory that they share.
+    Any type that pickles. Tensors keep dtype, shape and, if their elements fill their memory, strides. What they were
+    computed from stays behind, and so do attributes set on them and memory that they share.
 
     Args:
         obj: the object.
@@ -62,29 +59,28 @@ def encode(obj: object, *, by_reference: bool = False) -> tuple[Tensor, list[Ten
     file.seek(0)
     file.write(_COUNTS.pack(size, len(large)))
     text = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    return text, large if by_reference else [each.clone() for each in large]
+    texts = [part for part in (text[:FIRST], text[FIRST:]) if part.numel()]
+    return texts + (large if by_reference else [each.clone() for each in large])
 
 
-def text_size(begin: bytes) -> int:
-    """The size of a text, from its first bytes."""
-    size, count = _COUNTS.unpack_from(begin)
-    return max(FIRST, _COUNTS.size + size + 8 * count)  # type: ignore[no-any-return]
-
-
-def decode(text: bytes, receive: Callable[[Tensor], object], device: torch.device) -> Any:
+def decode(receive: Callable[[Tensor], object], device: torch.device) -> Any:
     """The object that was encoded.
 
     Args:
-        text: the text.
         receive: fills the tensor that it gets with the next message, which has its size.
         device: where tensors of an accelerator arrive.
     """
-    size, count = _COUNTS.unpack_from(text)
-    large = []
-    for each in struct.unpack_from(f"={count}q", text, _COUNTS.size + size):
-        memory = torch.empty(each, dtype=torch.uint8, device=_HOST)
+
+    def message(size: int) -> Any:
+        memory = torch.empty(size, dtype=torch.uint8, device=_HOST)
         receive(memory)
-        large.append(memory.numpy())
+        return memory.numpy()
+
+    text = message(FIRST).tobytes()
+    size, count = _COUNTS.unpack_from(text)
+    if (more := _COUNTS.size + size + 8 * count - FIRST) > 0:
+        text += message(more).tobytes()
+    large = [message(each) for each in struct.unpack_from(f"={count}q", text, _COUNTS.size + size)]
     file = io.BytesIO(text)
     file.seek(_COUNTS.size)
     return _Unpickler(file, large, device).load()
@@ -98,17 +94,13 @@ class _Pickler(pickle.Pickler):
         # tensor the plain tensors inside come back here
         if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_quantized or obj.is_meta:
             return NotImplemented
-        spec = TensorSpec.of(obj)
-        # in the order of its memory if the elements fill it, else row by row
-        strides = spec.strides if spec.dense else None
-        memory: Any
-        if obj.nbytes < LARGE:
-            values = _in_order(obj.cpu(), strides)
-            memory = ctypes.string_at(values.data_ptr(), values.nbytes)
-        else:
-            memory = as_bytes(obj.cpu(), strides).numpy()
-            memory = pickle.PickleBuffer(memory)
-        return _tensor, (memory, spec.dtype, spec.shape, strides, not obj.is_cpu, obj.requires_grad)
+        values = obj.detach().cpu().resolve_conj().resolve_neg()
+        # elements that do not fill their memory, or are computed when they are read
+        if values.untyped_storage().nbytes() != values.nbytes or values._is_zerotensor():
+            values = torch.empty_like(values).copy_(values)
+        memory: Any = torch.empty(0, dtype=torch.uint8, device=_HOST).set_(values.untyped_storage()).numpy()
+        place = (values.storage_offset(), tuple(values.shape), values.stride())
+        return _tensor, (pickle.PickleBuffer(memory), values.dtype, place, not obj.is_cpu, obj.requires_grad)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -124,49 +116,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(
-    memory: Any,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-    on_device: bool,
-    requires_grad: bool,
-    device: torch.device,
+    memory: Any, dtype: torch.dtype, place: tuple[Any, ...], on_device: bool, requires_grad: bool, device: torch.device
 ) -> Tensor:
-    """The tensor with these elements. It keeps the memory of a message of its own, and copies other memory."""
-    if isinstance(memory, bytes):
-        tensor = _empty(shape, strides, dtype, _HOST)
-        ctypes.memmove(tensor.data_ptr(), memory, len(memory))
-    else:
-        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        tensor = torch.empty(0, dtype=dtype, device=_HOST).set_(storage, 0, shape, strides or ())
+    """The tensor with these elements, in the memory that has come."""
+    tensor = torch.empty(0, dtype=dtype, device=_HOST)
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage() if len(memory) else tensor.untyped_storage()
+    tensor.set_(storage, *place)
     if on_device:
         tensor = tensor.to(device)
     return tensor.requires_grad_(requires_grad and not torch.is_inference_mode_enabled())
-
-
-def as_bytes(tensor: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
-    """The values of a tensor as flat bytes: its own memory, if they lie there in the order that is asked for.
-
-    Args:
-        tensor: the tensor.
-        strides: the order, as strides without gaps; ``None`` for row-major order.
-    """
-    data = _in_order(tensor, strides).detach()
-    # a dimension of size 1 may have any stride and be contiguous, but torch views no other stride than 1 as bytes
-    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
-
-
-def _in_order(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """The tensor, or a copy of it, with its values in memory in the order that is asked for."""
-    as_asked = tensor.is_contiguous() if strides is None else tensor.stride() == strides
-    # of some tensors the values are computed when they are read
-    if as_asked and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()):
-        return tensor
-    with torch.no_grad():
-        return _empty(tensor.shape, strides, tensor.dtype, tensor.device).copy_(tensor)
-
-
-def _empty(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if strides is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.base import DONE, Transport, Work
+from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
 
 
 class SingleProcess(Transport):
-    """Collectives of one process, which are done at once. Stages of one rank hand over without messages.
+    """Collectives of one process are done at once, and stages of one rank hand over without messages.
 
     Args:
         device: where the stages compute; the CPU by default.
@@ -26,12 +26,4 @@ class SingleProcess(Transport):
     def _nobody(self, *_: Any, **__: Any) -> NoReturn:
         raise CommunicationError("internal error: a message has no receiver: one process holds all stages.")
 
-    def _done(self, *_: Any, **__: Any) -> Work:
-        return DONE
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    send = receive = _send_bytes = _receive_bytes = _nobody
-    all_reduce = reduce_scatter = broadcast = _done
-    make_groups = barrier = close = _nothing
+    send = receive = _start_send = _start_receive = _nobody

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import get_args
 
 from lightning_pipe.config import RankOrder
@@ -141,19 +142,19 @@ class Topology:
 
     def process(self, replica: int, rank: int) -> int:
         """The process that is ``rank`` of pipeline ``replica``."""
-        position = self.order.index(rank)
-        outer, inner = (position, replica) if self.rank_order == "replicas" else (replica, position)
-        size = self.replicas if self.rank_order == "replicas" else self.ranks
-        return (outer * size + inner) * self.tensor + self.tensor_rank
+        of_replica, of_position = self._strides
+        return (replica * of_replica + self.order.index(rank) * of_position) * self.tensor + self.tensor_rank
 
     def locate(self, process: int) -> tuple[int, int]:
         """The ``(replica, rank)`` of a process."""
-        process //= self.tensor
-        if self.rank_order == "replicas":
-            position, replica = divmod(process, self.replicas)
-        else:
-            replica, position = divmod(process, self.ranks)
-        return replica, self.order[position]
+        of_replica, of_position = self._strides
+        place = process // self.tensor
+        return place // of_replica % self.replicas, self.order[place // of_position % self.ranks]
+
+    @property
+    def _strides(self) -> tuple[int, int]:
+        """How far replicas are apart, and how far neighbours in a pipeline."""
+        return (1, self.replicas) if self.rank_order == "replicas" else (self.ranks, 1)
 
     def pipeline_processes(self, replica: int) -> tuple[int, ...]:
         """The processes of one pipeline, indexed by pipeline rank."""
@@ -171,6 +172,11 @@ class Topology:
         """The processes of some ranks of all pipelines, sorted: they hold the same stages."""
         return tuple(sorted(process for rank in set(ranks) for process in self.replica_processes(rank)))
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """How messages name each process."""
+        return tuple(map(self.describe, self.everyone))
+
     def describe(self, process: int) -> str:
         """How messages name a process.
 
@@ -180,10 +186,8 @@ class Topology:
             >>> Topology(ranks=2, order=(1, 0)).describe(0)
             'rank 0'
         """
-        replica, _ = self.locate(process)
-        places = [f"replica {replica}"] * (self.replicas > 1) + [f"tensor rank {process % self.tensor}"] * (
-            self.tensor > 1
-        )
+        places = [f"replica {self.locate(process)[0]}"] * (self.replicas > 1)
+        places += [f"tensor rank {process % self.tensor}"] * (self.tensor > 1)
         return f"rank {process} ({', '.join(places)})" if places else f"rank {process}"
 
 

@@ -1,37 +1,78 @@
-"""Sends, receives and collectives under way in the transports over torch.distributed."""
+"""Sends, receives and collectives under way."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.base import Work
 from lightning_pipe.transport.shared_memory.peer import PostedReceive, SharedMemoryPeer
 
 if TYPE_CHECKING:
-    from lightning_pipe.transport.torch_distributed import TorchTransport
+    from lightning_pipe.transport.base import Transport
 
 
-class Failing:
-    """While the context lasts, errors of the process group and of sockets become those of this package.
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the operation is done. On a GPU the current stream waits, not the host.
+
+        Raises:
+            CommunicationError: a peer failed, left, or did not answer in time.
+        """
+
+
+class Parts(NamedTuple):
+    """A receive of control words and tensors under way, and the function that reads the message once it has come."""
+
+    work: Work
+    read: Callable[[], tuple[list[int], list[Tensor]]]
+
+    def wait(self) -> tuple[list[int], list[Tensor]]:
+        """Wait for the message; returns its control words and tensors."""
+        self.work.wait()
+        return self.read()
+
+
+class Several:
+    """Several operations that count as one."""
+
+    def __init__(self, *works: Work) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Return when all are done."""
+        for work in self._works:
+            work.wait()
+
+
+DONE = Several()
+"""An operation that had nothing to do."""
+
+
+class Guarded:
+    """A context around what may block: reports of a hang name it, and its errors become those of this package.
 
     Every message has one: a context made of a generator takes several times as long.
     """
 
     __slots__ = ("_operation", "_transport")
 
-    def __init__(self, transport: TorchTransport, operation: object) -> None:
+    def __init__(self, transport: Transport, operation: object) -> None:
         self._transport, self._operation = transport, operation
 
     def __enter__(self) -> None:
-        pass
+        self._transport.waiting = self._operation
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, RuntimeError | OSError) and not isinstance(error, CommunicationError):
+        if error is None:
+            self._transport.waiting = None
+        elif isinstance(error, RuntimeError | OSError) and not isinstance(error, CommunicationError):
             raise self._transport.error(self._operation, error) from error
 
 
@@ -41,31 +82,19 @@ class GroupWork:
     The process group's own work must be waited for once only: on Gloo a second wait lasts until the timeout.
     """
 
-    def __init__(self, transport: TorchTransport, operation: object, work: dist.Work, held: Tensor | None) -> None:
+    def __init__(self, transport: Transport, operation: object, work: dist.Work, held: Tensor | None) -> None:
         self._transport = transport
         self._operation = operation
         self._work: dist.Work | None = work
         self._held = held
-        self._error: CommunicationError | None = None
 
     def wait(self) -> None:
         """Return when the operation is done."""
         if self._work is not None:
-            self._transport.waiting = self._operation
-            self._complete(self._work)
-            self._transport.waiting = None
-        if self._error is not None:
-            raise self._error
-
-    def _complete(self, work: dist.Work) -> None:
-        """Wait, keep an error, and release the tensors."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._error = self._transport.error(self._operation, error)
-            self._error.__cause__ = error
-        # the memory is freed with its last reference, and a caller may keep this object for a whole batch
-        self._work = self._held = None
+            with self._transport.guarding(self._operation):
+                self._work.wait()
+            # the memory is freed with its last reference, and a caller may keep this object for a whole batch
+            self._work = self._held = None
 
 
 class StagedReceive:
@@ -86,22 +115,20 @@ class StagedReceive:
             self._staging = None
 
 
-class LocalReceive:
-    """A receive from a process of this host."""
+class LocalReceive(PostedReceive):
+    """A receive from a process of this host; it is what a report of a hang names."""
 
-    def __init__(
-        self, transport: TorchTransport, operation: object, peer: SharedMemoryPeer, posted: PostedReceive
-    ) -> None:
-        self._transport = transport
-        self._operation = operation
-        self._peer = peer
-        self._posted = posted
+    __slots__ = ("_lane", "_peer", "_process", "_transport")
+
+    def __init__(self, transport: Transport, peer: SharedMemoryPeer, data: Tensor, process: int, lane: object) -> None:
+        super().__init__(data)
+        self._transport, self._peer, self._process, self._lane = transport, peer, process, lane
+
+    def __str__(self) -> str:
+        return f"receive {self.data.numel()} bytes from {self._transport.describe(self._process)} on {self._lane}"
 
     def wait(self) -> None:
         """Wait for the message."""
-        if self._posted.done:
-            return
-        self._transport.waiting = self._operation
-        with self._transport.failing(self._operation):
-            self._peer.wait(self._posted)
-        self._transport.waiting = None
+        if not self.done:
+            with self._transport.guarding(self):
+                self._peer.wait(self)

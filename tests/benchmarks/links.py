@@ -17,8 +17,8 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.simulate import Costs, Link, simulate
+from lightning_pipe.transport.arrangement import open_transport
 from lightning_pipe.transport.base import Lane, Transport
-from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
 from recipes.reproduce.sleeping import Sleeper
 from tests.benchmarks.families import UNIT

@@ -25,8 +25,7 @@ from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Action, Family, Kind
 from lightning_pipe.trainer.checkpoints.entries import Owners, gather
-from lightning_pipe.transport import torch_distributed
-from lightning_pipe.transport.base import COLLECTIVE_TAG, Channel
+from lightning_pipe.transport.base import COLLECTIVE_TAG, FIRST_OBJECT_TAG, Channel
 from lightning_pipe.transport.nccl import NcclTransport
 from lightning_pipe.transport.topology import Topology
 from tests.support import asynchronous_engine, equality_sweep
@@ -45,7 +44,7 @@ QUEUES = 8
 """Hardware queues of a process unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
 ENOUGH = {"bitpipe": 5}
 """Kernels at a time that a device needs on two ranks, where four are not enough: four stages are on each rank."""
-GATHERED = torch_distributed._object_tag(COLLECTIVE_TAG)
+GATHERED = FIRST_OBJECT_TAG + COLLECTIVE_TAG
 """The tag of messages that are part of a gather or broadcast of objects."""
 Recorded = list[list[Event]]
 

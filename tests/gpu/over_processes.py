@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_pipe import schedules
-from lightning_pipe.transport.choose import open_transport
+from lightning_pipe.transport.arrangement import open_transport
 from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding
 from tests.gpu.delays import Disturbance, disturbed

@@ -18,8 +18,8 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.sync_batchnorm import are_synchronized, synchronize
 from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.arrangement import open_transport
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 

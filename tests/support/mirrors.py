@@ -128,7 +128,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     "transport": {
         "arrangement": "trainer/test_world",
         "base": "transport/test_transports",
-        "choose": "transport/test_transports",
         "gloo": "transport/test_transports",
         "nonblocking_broadcast": "trainer/evaluation/test_stream",
         "torch_distributed": "transport/test_transports",

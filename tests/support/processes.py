@@ -330,7 +330,7 @@ def _call(process: int, world_size: int, group: tuple[str, float] | None, call: 
 def _with_transport(process: int, call: tuple[Callable[..., Any], Topology, float, bool | str, dict[str, Any]]) -> Any:
     import torch
 
-    from lightning_pipe.transport.choose import open_transport
+    from lightning_pipe.transport.arrangement import open_transport
 
     fn, topology, seconds, local, kwargs = call
     transport: Transport

@@ -17,17 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.base import (
-    DONE,
-    Collective,
-    Lane,
-    Message,
-    Reduction,
-    Several,
-    Transport,
-    Work,
-)
+from lightning_pipe.transport.base import Lane, Reduction, Transport
 from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.work import DONE, Several, Work
 from tests.support.thread_world import MessageEnd, PendingCollective, SharedWorld, copy_bytes
 
 T = TypeVar("T")
@@ -60,7 +52,7 @@ class ThreadTransport(Transport):
         super().__init__(world.topology, process, device, timeout)
         self.world = world
         self.shares_generators = world.topology.world_size > 1
-        self._groups: set[tuple[int, ...]] = {tuple(range(world.topology.world_size))}
+        self._known: set[tuple[int, ...]] = {tuple(range(world.topology.world_size))}
         self._calls: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     @override
@@ -73,7 +65,7 @@ class ThreadTransport(Transport):
 
     @override
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
-        self._groups.update(tuple(group) for group in groups)
+        self._known.update(tuple(group) for group in groups)
 
     @override
     def all_reduce(self, tensor: Tensor, members: tuple[int, ...], op: Reduction = "sum") -> Work:
@@ -146,7 +138,8 @@ class ThreadTransport(Transport):
         assert data.dtype is torch.uint8, data.dtype
         assert data.dim() == 1 and data.is_contiguous(), data.shape  # noqa: PT018
         end = MessageEnd(data)
-        operation = Message(verb, data.numel(), self.describe(process), lane)
+        preposition = "to" if verb == "send" else "from"
+        operation = f"{verb} {data.numel()} bytes {preposition} {self.describe(process)} on {lane}"
         self.world.post(key, end, sending=verb == "send")
         return _ThreadWork(self, operation, end)
 
@@ -161,14 +154,15 @@ class ThreadTransport(Transport):
         """Join a collective of several members with a tensor; ``root`` has or gets the values, if one of them does."""
         assert list(members) == sorted({*members}), members
         assert self.process in members, members
-        if members not in self._groups:
+        if members not in self._known:
             raise CommunicationError(f"The group {members} was never made.", hint="Call make_groups on all processes.")
         if data is not None and not data.is_contiguous():
             raise CommunicationError(f"A {name} needs a contiguous tensor, not strides {data.stride()}.")
         # members call their collectives in the same order, so equal counts mean the same call
         self._calls[members] += 1
         key = (members, self._calls[members])
-        operation = Collective(name, 0 if data is None else data.nbytes, members)
+        size = "" if data is None else f" of {data.nbytes} bytes"
+        operation = f"finish {name}{size} with ranks {list(members)}"
         # other bytes than the caller's would be written, or beyond its memory
         what = f"{operation}{'' if data is None else f' in {data.dtype}'}{'' if root is None else f', root {root}'}"
         collective = self.world.join_collective(key, self.process, data, len(members), combine, what)

@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lightning_pipe.trainer import children
 from lightning_pipe.trainer.children import CHILD, Children
-from lightning_pipe.transport.failures import joined_threads
 from tests.trainer.test_launcher import clean_environment
 
 PATIENT = "import time; time.sleep(60)"
@@ -22,20 +20,18 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_GLANCE", 0.05)
     monkeypatch.setattr(children, "_NOTICING", 0.2)
     monkeypatch.setattr(children, "_AFTER_SUCCESS", 5.0)
     monkeypatch.setattr(Children, "failed", False)
-    yield
-    joined_threads._forced.clear()
 
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The codes with which the process would have left."""
     codes: list[int] = []
-    monkeypatch.setattr(joined_threads, "leave", codes.append)
+    monkeypatch.setattr(children, "leave", codes.append)
     return codes
 
 
@@ -92,10 +88,12 @@ def test_the_first_process_that_notices_is_left_to_end_by_itself(left: list[int]
     assert not left
 
 
-def test_a_child_that_fails_after_the_run_makes_this_process_fail(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_child_that_fails_after_the_run_makes_this_process_fail(
+    left: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     family = started("raise SystemExit(3)", "")
     family.close()
-    assert joined_threads._forced == [1]
+    assert left == [1]
     assert capsys.readouterr().err == "Process 1 of this host has ended with code 3.\n"
 
 
@@ -109,13 +107,13 @@ class Broken:
 
 
 def test_a_child_that_fails_after_the_run_makes_this_process_fail_though_nobody_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, left: list[int]
 ) -> None:
     family = started("raise SystemExit(3)")
     with monkeypatch.context() as broken:
         broken.setattr(sys, "stderr", Broken())
         family.close()
-    assert joined_threads._forced == [1]
+    assert left == [1]
 
 
 def test_all_end_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch, left: list[int]) -> None:

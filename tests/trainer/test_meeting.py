@@ -34,7 +34,7 @@ def together(*acts: Act, gone: bool = False) -> list[BaseException | None]:
     boards = [FailureBoard(store, transport, patience=0.2) for transport in world]
 
     def run(process: int) -> None:
-        boards[process].watch(interval=0.04, exit_after=None)
+        boards[process].watch(interval=0.04, exit_after=30.0)
         try:
             acts[process](Meetings(boards[process], lambda: gone), boards[process])
         except Exception as error:

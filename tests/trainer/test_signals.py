@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.trainer import signals
-from lightning_pipe.transport.failures import watchdog
 from lightning_pipe.transport.failures.board import FailureBoard
 from tests.support.evaluated_modules import Evaluated, Rows
 from tests.support.lit_modules import Data, Lit
@@ -199,46 +198,6 @@ def test_one_that_comes_in_an_evaluation_ends_it_before_the_next_batch(name: str
     # in a stream the first stage may run the step two batches ahead of its loop
     assert AT - (2 if stream and signalled else 0) <= batches[signalled] <= AT
     assert batches[1 - signalled] <= AT + 3
-
-
-class Stuck(Lit):
-    """Some processes are asked to end in a batch of which one never gets beyond its first layer."""
-
-    def __init__(self, stuck: int, signalled: tuple[int, ...]) -> None:
-        super().__init__()
-        self.stuck, self.signalled, self.runs = stuck, signalled, 0
-        self.model[-1 if stuck == 0 else 0].register_forward_hook(self.act)
-
-    def act(self, *_: Any) -> None:
-        if self.global_rank == self.stuck:
-            time.sleep(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.global_rank in self.signalled:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().forward(x)
-
-
-def terminated_while_stuck(process: int, schedule: str, options: dict[str, Any]) -> tuple[object, float]:
-    quiet()
-    torch.manual_seed(0)
-    watchdog.GRACE = 0.5
-    strategy = PipeStrategy(layers="model", schedule=schedule)
-    options_of_trainer = {**QUIET, "max_epochs": 9, "num_sanity_val_steps": 0}
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options_of_trainer)
-    with pytest.raises(SIGTERMException) as ended:
-        trainer.fit(Stuck(**options).double(), datamodule=Data())
-    return ended.value.code, time.monotonic()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("signalled", [(0, 1), pytest.param((1,), marks=pytest.mark.slow)])
-def test_one_that_waits_for_a_process_that_hangs_ends_all(schedule: str, signalled: tuple[int, ...]) -> None:
-    options = {"stuck": 0, "signalled": signalled}
-    outcomes = run_trainers(terminated_while_stuck, 2, timeout=50, schedule=schedule, options=options)
-    assert [code for code, _ in outcomes] == [143] * 2
-    assert outcomes[0][1] - outcomes[1][1] > 1.0  # long before the other one went on
 
 
 @pytest.mark.timeout(60)

@@ -13,7 +13,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine import kept_words
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.choose import open_transport
+from lightning_pipe.transport.arrangement import open_transport
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 from tests.support.fake_cuda.call import rehearse

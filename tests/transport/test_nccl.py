@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 
+from lightning_pipe.transport.arrangement import open_transport
 from lightning_pipe.transport.base import Channel
-from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 from tests.transport.test_transports import BACKWARD, FORWARD, message

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipe.transport.arrangement import open_transport
 from lightning_pipe.transport.base import Channel, Lane
-from lightning_pipe.transport.choose import open_transport
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 from tests.support.equality_sweep import Point

@@ -19,14 +19,12 @@ A rank without a connection to rank 2 notices when one of its own neighbours abo
 layer, or in a collective that nobody else will join, only a thread can act. The store ends with process 0, which
 therefore waits a moment before it ends. Each process prints its own error.
 
-Nobody raises in four other cases, and each becomes an entry or an error like the one above:
+Nobody raises in three other cases, and each becomes an entry or an error like the one above:
 
 * *A hang*: an operation takes longer than the timeout. The watchdog enters where its process stands and since when as
   the failure; every other watchdog prints where its own process stands, and (B) and (C) follow.
 * *A killed process*: its neighbours see their connections close, wait `patience` for an entry, and say that nobody has
   said why. The process that has started it says how it has ended.
-* *A signal to end* (SIGTERM) reaches a process that waits for one that hangs: its watchdog enters that it was asked to
-  end, and for what it waits.
 * *Process 0 itself*, and the store with it: nothing can be entered any more; each of the others ends with
   what it knows.
 """

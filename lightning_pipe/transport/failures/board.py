@@ -1,18 +1,9 @@
 """One rank failing ends all of them with that rank's traceback; after a hang each rank says where it stands.
 
 The board keeps its entries in the store over which the processes found each other, so it works when no other
-connection does any more; `lightning_pipe.transport.failures` draws how a failure reaches everybody::
-
-    board = FailureBoard(store, transport)      # on every process
-    board.watch()                               # a thread that looks at the board once a second
-    board.program = actions                     # what the process is about to do, for its place in a report
-    board.position = action                     # before each action; None between batches
-    board.fail(error)                           # when an error leaves the strategy: publish it, wake the others
-    board.asked_to_end = time.monotonic()       # SIGTERM: the process ends at its next batch, or if none comes
-    board.close()                               # at the end
-
-A process whose communication breaks asks the board why (`Transport.error` does so by itself) and raises an error that
-quotes the process that failed first.
+connection does any more; `lightning_pipe.transport.failures` draws how a failure reaches everybody. A process whose
+communication breaks asks the board why (`Transport.error` does so by itself) and raises an error that quotes the
+process that failed first.
 """
 
 from __future__ import annotations
@@ -35,8 +26,7 @@ from lightning_pipe.transport.failures.watchdog import Watchdog
 
 _LEFT = "No rank has said why: a process may have been killed (out of memory?) or have left without an error."
 _GONE = "has ended without saying why, and the store with it: it may have been killed (out of memory?)."
-_ASKED = "was asked to end by SIGTERM"
-_TOLD = {"asked": f"{_ASKED}.", "interrupted": "was interrupted (Ctrl-C)."}
+_TOLD = {"asked": "was asked to end by SIGTERM.", "interrupted": "was interrupted (Ctrl-C)."}
 _HANG = "Each rank prints where it stands: look at one that computes, or at the first that waits for one that does not."
 
 Kind = Literal["error", "hang", "gone", "asked", "interrupted"]
@@ -72,10 +62,8 @@ class FailureBoard:
         patience: seconds to wait for the origin of a broken connection.
 
     Attributes:
-        program: the positions that follow each other in this batch.
         noticed: set once the main thread knows of a failure.
         handled: set once the main thread is done with the user's hooks for exceptions.
-        asked_to_end: when this process was asked to end, as long as it has not begun to.
         beats: how often the position was set: a process whose count stands still is at the same place.
         limit: seconds at one place from which on a process hangs.
         failure: the first failure, once it is known here.
@@ -89,10 +77,8 @@ class FailureBoard:
         self._store = PrefixStore(f"lightning_pipe/board/{generation}", store.clone())  # type: ignore[attr-defined]
         self.noticed = threading.Event()
         self.handled = threading.Event()
-        self.asked_to_end: float | None = None
         self.failure: Failure | None = None
         self.beats, self.limit = 0, transport.timeout.total_seconds()
-        self.program: Sequence[object] = ()
         self._thread_id = threading.get_ident()
         self._position: object | None = None
         self._watchdog: Watchdog | None = None
@@ -180,11 +166,7 @@ class FailureBoard:
         """
         return self._publish(self.where(self.limit if seconds is None else seconds), "hang")
 
-    def end_as_asked(self) -> Failure | None:
-        """Enter that this process was asked to end while it waits for what does not come."""
-        return self._publish(f"{_ASKED}, and waits to {self.transport.waiting}.", "asked")
-
-    def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float | None = 3.0) -> None:
+    def watch(self, interval: float = 1.0, stall: float | None = None, exit_after: float = 3.0) -> None:
         """Start a thread that looks at the board, for a main thread that cannot; see `Watchdog`.
 
         Args:
@@ -192,7 +174,7 @@ class FailureBoard:
             stall: seconds at one position that are a hang; the transport's timeout by default. A shorter time lets
                 every rank say where it stands before an operation of one of them ends.
             exit_after: seconds after which a main thread that does not notice another's failure is ended with its
-                process; ``None``: never.
+                process.
         """
         self.limit = self.limit if stall is None else stall
         self._watchdog = Watchdog(self, interval, self.limit, exit_after)
@@ -242,7 +224,7 @@ class FailureBoard:
         return self.find_failure()
 
     def _place(self) -> str:
-        position = self._describe_position()
+        position = _in_words(self._position)
         if self.transport.waiting is not None:
             return f"{position}; waits to {self.transport.waiting}"
         frame = sys._current_frames().get(self._thread_id)
@@ -251,19 +233,13 @@ class FailureBoard:
         calls = traceback.extract_stack(frame)[-3:]
         return f"{position}; computes in " + " > ".join(f"{call.filename}:{call.lineno} {call.name}" for call in calls)
 
-    def _describe_position(self) -> str:
-        position, program = self._position, self.program
-        if position is None:
-            return "between batches"
-        text = _spell(position) if isinstance(position, Action) else str(position)
-        return f"{text} (action {program.index(position) + 1} of {len(program)})" if position in program else text
 
-
-def _spell(action: Action) -> str:
-    """An action in words."""
-    words = [action.kind.name.lower().replace("_", " "), f"stage {action.stage}"]
-    if action.micro_batch is not None:
-        words.append(f"micro-batch {action.micro_batch}")
-    if action.pipe:
-        words.append(f"pipe {action.pipe}")
+def _in_words(position: object | None) -> str:
+    if not isinstance(position, Action):
+        return "between batches" if position is None else str(position)
+    words = [position.kind.name.lower().replace("_", " "), f"stage {position.stage}"]
+    if position.micro_batch is not None:
+        words.append(f"micro-batch {position.micro_batch}")
+    if position.pipe:
+        words.append(f"pipe {position.pipe}")
     return ", ".join(words)

@@ -8,17 +8,15 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from lightning_pipe.transport.base import Message
-from lightning_pipe.transport.failures import joined_threads
+from lightning_pipe.transport.failures.leaving import leave, tell
 
 if TYPE_CHECKING:
     from lightning_pipe.transport.failures.board import Failure, FailureBoard
 
-GRACE = 10.0
-"""Seconds that a process which was asked to end waits for one message: who has asked (SLURM, torchrun) kills it 30 s
-after it."""
 SETTLED = 3.0
 """Seconds at one place from which on a process says in the store that it waits there."""
+_PATIENCE = 2.0
+"""Seconds that the thread gets to end."""
 _SLACK = 7.0
 """Seconds beyond the timeout after which a process ends whose watchdog cannot."""
 
@@ -34,14 +32,12 @@ class Watchdog:
     * The store has gone, and process 0 with it: the same, if this process is at work; else the run is ending.
     * The main thread is at the same place for longer than ``stall`` seconds: that is a hang, and the run ends. Every
       process prints where it stands and since when.
-    * This process was asked to end, and has waited for one message for some time since then: it will not come to its
-      next batch, and all end now.
     * The store does not answer, or C code holds the interpreter's lock, beyond the timeout: Python's own
       ``faulthandler`` prints the stacks of all threads, and ends the process.
     * The main thread waits for a while: what for and how long is noted for `trainer.meeting`, anew with each look.
     """
 
-    def __init__(self, board: FailureBoard, interval: float, stall: float, exit_after: float | None) -> None:
+    def __init__(self, board: FailureBoard, interval: float, stall: float, exit_after: float) -> None:
         self._board = board
         self._interval = interval
         self._stall = stall
@@ -50,21 +46,24 @@ class Watchdog:
         self._place: tuple[int, object | None] = (-1, None)
         self._since = time.monotonic()
         self._noted = ""
-        self._thread = joined_threads.start("watchdog", self._run, self._stop)
+        self._thread = threading.Thread(target=self._run, name="lightning-pipe watchdog", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
-        self._stop()
-        self._thread.join(joined_threads.PATIENCE)
+        """End the thread, before the interpreter ends.
 
-    def _stop(self) -> None:
+        The interpreter ends a thread that comes back from C++ later in the middle of C++ code, and the process dies of
+        ``terminate called without an active exception`` after a run without a fault (Python 3.11, torch 2.13).
+        """
         self._stopped.set()
         self._board.handled.set()
+        self._thread.join(_PATIENCE)
 
     def _run(self) -> None:
         try:
             while True:
-                self._limit_next_look()
+                # in case this thread stands still itself: the store does not answer, or C code has the lock
+                faulthandler.dump_traceback_later(self._stall + _SLACK, exit=True, file=2)
                 if self._stopped.wait(self._interval):
                     return
                 if (failure := self._look()) is not None:
@@ -73,17 +72,10 @@ class Watchdog:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _limit_next_look(self) -> None:
-        """End the process if this thread stands still itself: the store does not answer, or C code has the lock."""
-        if self._exit_after is not None:
-            faulthandler.dump_traceback_later(self._stall + _SLACK, exit=True, file=2)
-
     def _look(self) -> Failure | None:
         board, still = self._board, self._seconds_still()
         try:
             failure = board.find_failure()
-            if failure is None and self._waits_though_asked():
-                failure = board.end_as_asked()
             if failure is None and still > self._stall and board.at_work:
                 failure = board.hang(still)
             if failure is None:
@@ -95,7 +87,7 @@ class Watchdog:
             failure = board.loss()
         if board.overdue:
             name = board.transport.describe()
-            joined_threads.tell(f"{name.capitalize()} {board.where(time.monotonic() - self._since)}")
+            tell(f"{name.capitalize()} {board.where(time.monotonic() - self._since)}")
         return failure
 
     def _seconds_still(self) -> float:
@@ -112,14 +104,10 @@ class Watchdog:
             self._noted = note
             self._board.note(f"waits/{self._board.transport.process}", note)
 
-    def _waits_though_asked(self) -> bool:
-        asked, waits = self._board.asked_to_end, isinstance(self._board.transport.waiting, Message)
-        return asked is not None and waits and time.monotonic() - max(asked, self._since) > GRACE
-
     def _end(self, failure: Failure) -> None:
         board = self._board
         # after a hang nobody will notice anything without help
-        at_once, asked = board.overdue or failure.process == board.transport.process, failure.kind == "asked"
+        at_once = board.overdue or failure.process == board.transport.process
         if board.overdue:
             self._stopped.wait(2 * self._interval)  # until each process has said where it stands: an abort moves it on
         noticed = board.noticed.wait(0.0 if at_once else board.patience)
@@ -127,10 +115,9 @@ class Watchdog:
             return
         if not noticed:
             board.transport.abort()
-            noticed = self._exit_after is not None and board.noticed.wait(self._exit_after)
+            noticed = board.noticed.wait(self._exit_after)
         # the user's hooks for exceptions may be slow, or hang
-        if self._exit_after is None or (noticed and board.handled.wait(self._stall)) or self._stopped.is_set():
+        if (noticed and board.handled.wait(self._stall)) or self._stopped.is_set():
             return
-        name = board.transport.describe()
-        joined_threads.tell(f"{name.capitalize()} does not react and is ended.\n{failure}")
-        joined_threads.leave(_ASKED_CODE if asked else 1)
+        tell(f"{board.transport.describe().capitalize()} does not react and is ended.\n{failure}")
+        leave(_ASKED_CODE if failure.kind == "asked" else 1)

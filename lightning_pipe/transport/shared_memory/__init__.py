@@ -18,10 +18,11 @@ One hop over a boundary, from the rank that computed a tensor to the rank that n
 (1) A buffer belongs to the process that made it, which alone writes to it and alone gives it to a message. Buffers are
 made in files of up to 256, and none is ever given back to the system before the connection ends: a step needs the same
 ones again. (2) Both ends close the descriptor once they have mapped the memory. (3) After the copy the sender may
-change its tensors, so a send is done when it returns. (4) If the socket is full a thread writes the packet later. (5)
-The packet may belong to another lane: it waits there for its receive. (6) The receiver's tensors lie in memory of its
-own, so nothing the user does with them keeps the buffer. (7) Numbers of buffers that were read travel with the next
-message the other way, or alone when there are 16 of them or 256 KiB: a lane may have no traffic the other way.
+change its tensors, so a send is done when it returns. (4) The socket holds hundreds of packets; while it is full the
+sender waits, and reads. (5) The packet may belong to another lane: it waits there for its receive. (6) The receiver's
+tensors lie in memory of its own, so nothing the user does with them keeps the buffer. (7) Numbers of buffers that were
+read travel with the next message the other way, or alone when there are 16 of them or 256 KiB: a lane may have no
+traffic the other way.
 
 A process that ends closes its socket. The other end still reads what was announced before, then its `wait` raises.
 

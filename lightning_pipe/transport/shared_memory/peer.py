@@ -15,7 +15,7 @@ import os
 import select
 import socket
 import struct
-import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from lightning_pipe.transport.failures import joined_threads
 
 _PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message; then numbers of free buffers
 _NUMBER = struct.Struct("<I")
@@ -34,6 +32,10 @@ _SMALLEST = 4096
 _MOST_AT_ONCE = 256
 _MOST_KEPT, _MOST_BYTES_KEPT = 16, 1 << 18
 """Buffers that a receiver has read and not given back yet: their numbers travel with its next message."""
+_UNREAD = 1 << 20
+"""Bytes of the system's memory for packets that nobody has read, 768 for each; the system may allow less."""
+_GLANCE = 50
+"""Milliseconds between two tries: the system says that there is room when three quarters are free, not one packet."""
 _LONGEST = _PACKET.size + _NUMBER.size * _MOST_KEPT
 
 
@@ -73,18 +75,20 @@ class SharedMemoryPeer:
     """The connection to one other process of this host.
 
     Messages with the same tag keep their order; those with different tags do not wait for each other. A send is done
-    when it returns: its memory comes back when the receiver has copied the message.
+    when it returns: its memory comes back when the receiver has copied the message. Only when hundreds of packets are
+    unread does a send wait for the peer.
 
     Args:
         connection: a connected socket of type ``SOCK_SEQPACKET``.
-        timeout: the longest that `wait` waits, in seconds.
+        timeout: the longest that an operation waits, in seconds.
     """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        # with the limit in the socket a wait is one system call; reads that must not wait pass MSG_DONTWAIT
+        # with the limit in the socket a wait is one system call; what must not wait passes MSG_DONTWAIT
         longest = _TIME.pack(*divmod(max(1, round(timeout * 1e6)), 10**6))
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, longest)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
         self._socket = connection
         self._timeout = timeout
         self._gone = False
@@ -93,15 +97,9 @@ class SharedMemoryPeer:
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
         self._mapped: list[Buffer] = []
         self._read_out: list[Buffer] = []
+        self._kept_bytes = 0
         self._posted: defaultdict[int, deque[PostedReceive]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[tuple[Buffer, int]]] = defaultdict(deque)
-        self._lock = threading.Lock()
-        self._backlog: deque[bytes | int] = deque()  # packets and descriptors
-        self._writer: threading.Thread | None = None
-
-    def send(self, data: Tensor, tag: int) -> None:
-        """Hand over a flat tensor of bytes; see `hand_over`."""
-        self.hand_over(data.numel(), lambda address: ctypes.memmove(address, data.data_ptr(), data.numel()), tag)
 
     def hand_over(self, size: int, write: Callable[[int], Any], tag: int) -> None:
         """Hand over a message.
@@ -112,7 +110,7 @@ class SharedMemoryPeer:
             tag: tells messages apart.
 
         Raises:
-            ConnectionError: the other process has gone.
+            OSError: the other process has gone, or has read nothing for the timeout.
         """
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
         free = self._free[capacity]
@@ -128,13 +126,15 @@ class SharedMemoryPeer:
         free.pop()
         self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size) + self._given_back())
 
-    def receive(self, data: Tensor, tag: int) -> PostedReceive:
-        """Post a receive into a flat tensor of bytes, which has the message's size."""
-        posted = PostedReceive(data)
-        self._posted[tag].append(posted)
+    def post(self, posted: PostedReceive, tag: int) -> None:
+        """Post a receive; it may be done at once."""
+        if len(self._read_out) >= _MOST_KEPT or self._kept_bytes > _MOST_BYTES_KEPT:
+            with suppress(ConnectionError):  # a peer that has ended needs no buffers back
+                self._write(_PACKET.pack(_FREE, 0, 0, 0) + self._given_back())
         if self._arrived[tag]:
-            self._deliver(tag)
-        return posted
+            self._copy(*self._arrived[tag].popleft(), posted)
+        else:
+            self._posted[tag].append(posted)
 
     def wait(self, posted: PostedReceive) -> None:
         """Wait for a message.
@@ -156,24 +156,22 @@ class SharedMemoryPeer:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Write the messages that are left and close the connection."""
-        # buffers that are given back now are of no use, and a peer that has ended reads no packets
-        with self._lock:
-            kept = [item for item in self._backlog if not (isinstance(item, bytes) and item[0] == _FREE)]
-            self._backlog = deque(kept)
-            writer = self._writer
-        if writer is not None:
-            writer.join(self._timeout)
+        """Close the connection; the peer still reads what was sent."""
         self._socket.close()
 
     def _grow(self, capacity: int) -> None:
         """Double the buffers of a size, in one file; the system provides memory only where it is written."""
         count = min(max(1, sum(buffer.size == capacity for buffer in self._own)), _MOST_AT_ONCE)
-        descriptor = _memory_file(count * capacity)
-        buffers = Buffer.map(len(self._own), capacity, descriptor)
+        descriptor = os.memfd_create("lightning-pipe")
+        try:
+            os.ftruncate(descriptor, count * capacity)
+            buffers = Buffer.map(len(self._own), capacity, descriptor)
+            self._write(_PACKET.pack(_MEMORY, 0, buffers[0].number, capacity))
+            self._write(b"+", descriptor)  # alone: to receive a descriptor costs more than to receive bytes
+        finally:
+            os.close(descriptor)
         self._own += buffers
         self._free[capacity] += buffers
-        self._write(_PACKET.pack(_MEMORY, 0, buffers[0].number, capacity), descriptor)
 
     def _read_packet(self, flags: int = 0) -> bool:
         """Take in the next packet; whether there was one within the timeout, or at once with ``MSG_DONTWAIT``."""
@@ -189,13 +187,15 @@ class SharedMemoryPeer:
             self._gone = True
             return False
         kind, tag, number, size = _PACKET.unpack_from(packet)
-        for (free,) in _NUMBER.iter_unpack(packet[_PACKET.size :]):
-            buffer = self._own[free]
-            self._free[buffer.size].append(buffer)
+        if len(packet) > _PACKET.size:
+            for (free,) in _NUMBER.iter_unpack(packet[_PACKET.size :]):
+                buffer = self._own[free]
+                self._free[buffer.size].append(buffer)
         if kind == _MESSAGE:
-            self._arrived[tag].append((self._mapped[number], size))
             if self._posted[tag]:
-                self._deliver(tag)
+                self._copy(self._mapped[number], size, self._posted[tag].popleft())
+            else:
+                self._arrived[tag].append((self._mapped[number], size))
         elif kind == _MEMORY:
             self._map(number, size)
         return not self._gone
@@ -216,75 +216,43 @@ class SharedMemoryPeer:
                 os.close(descriptor)
         self._gone = len(self._mapped) <= number
 
-    def _deliver(self, tag: int) -> None:
-        """Give the oldest message of a tag to its oldest receive."""
-        buffer, size = self._arrived[tag].popleft()
-        posted = self._posted[tag].popleft()
+    def _copy(self, buffer: Buffer, size: int, posted: PostedReceive) -> None:
+        """Copy a message out of its buffer."""
         expected = posted.data.numel()
         if size != expected:
             raise ConnectionError(f"{size} bytes were sent, {expected} expected: the ranks disagree")
         ctypes.memmove(posted.data.data_ptr(), buffer.address, size)
         posted.done = True
         self._read_out.append(buffer)
-        if len(self._read_out) == _MOST_KEPT or sum(each.size for each in self._read_out) > _MOST_BYTES_KEPT:
-            with suppress(ConnectionError):  # a peer that has ended needs no buffers back
-                self._write(_PACKET.pack(_FREE, 0, 0, 0) + self._given_back())
+        self._kept_bytes += buffer.size
 
     def _given_back(self) -> bytes:
         """The numbers of the buffers that the peer may use again, at the end of a packet."""
         if not self._read_out:
             return b""
-        numbers = b"".join(_NUMBER.pack(buffer.number) for buffer in self._read_out)
-        self._read_out.clear()
-        return numbers
+        given = self._read_out[:_MOST_KEPT]
+        del self._read_out[:_MOST_KEPT]
+        self._kept_bytes -= sum(buffer.size for buffer in given)
+        return b"".join(_NUMBER.pack(buffer.number) for buffer in given)
 
-    def _write(self, *items: bytes | int) -> None:
-        """Write packets and descriptors, or leave them to a thread while the socket is full.
-
-        A socket is full when some hundred packets are unread. A descriptor has a packet of its own: to receive one
-        costs more than to receive bytes.
-        """
-        with self._lock:
-            # behind what is waiting already: packets keep their order
-            self._backlog.extend(items)
-            if self._writer is None and not self._flush():
-                self._writer = joined_threads.start("writer", self._drain, self.shutdown)
-
-    def _flush(self) -> bool:
-        """Write as far as the socket takes it; whether nothing is left."""
-        try:
-            while self._backlog:
-                item = self._backlog[0]
-                if isinstance(item, bytes):
-                    self._socket.send(item, socket.MSG_DONTWAIT)
+    def _write(self, packet: bytes, *descriptors: int) -> None:
+        """Write a packet; while the socket is full, read: the peer may be writing as well."""
+        limit: float | None = None
+        while True:
+            try:
+                if descriptors:
+                    socket.send_fds(self._socket, [packet], descriptors, socket.MSG_DONTWAIT)
                 else:
-                    socket.send_fds(self._socket, [b"+"], [item], socket.MSG_DONTWAIT)
-                    os.close(item)
-                self._backlog.popleft()
-        except BlockingIOError:
-            return False
-        except OSError:
-            for left in self._backlog:
-                if isinstance(left, int):
-                    os.close(left)
-            self._backlog.clear()
-            raise
-        return True
-
-    def _drain(self) -> None:
-        ready = select.poll()
-        ready.register(self._socket, select.POLLOUT)
-        with suppress(OSError):  # the main thread finds out when it reads
-            while True:
-                ready.poll(100)
-                with self._lock:
-                    if self._flush():
-                        self._writer = None
-                        return
-
-
-def _memory_file(size: int) -> int:
-    """A file in memory."""
-    descriptor = os.memfd_create("lightning-pipe")
-    os.ftruncate(descriptor, size)
-    return descriptor
+                    self._socket.send(packet, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                limit = limit or time.monotonic() + self._timeout
+            if time.monotonic() > limit:
+                raise TimeoutError("timed out: hundreds of messages are unread")
+            ready = select.poll()
+            ready.register(self._socket, select.POLLIN | select.POLLOUT)
+            ready.poll(_GLANCE)
+            while self._read_packet(socket.MSG_DONTWAIT):
+                pass
+            if self._gone:
+                raise self._reason

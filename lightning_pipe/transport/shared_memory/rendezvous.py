@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
@@ -31,53 +30,35 @@ def connect_local(
     Raises:
         OSError: a process that had come did not finish.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    connections: dict[int, socket.socket] = {}
+    with (
+        # which nobody else can enter; its name exists on no other host
+        tempfile.TemporaryDirectory(prefix="lightning-pipe-", ignore_cleanup_errors=True) as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
         listener.settimeout(timeout)
-        folder, address = _listen(listener, len(everyone))
-        try:
-            places = gather((_host(), address))
-            connections: dict[int, socket.socket] = {}
-            for peer in everyone:
-                # the lower process of each pair connects, so that a pair has one connection
-                if peer > process and address and places[peer][0] == places[process][0]:
-                    connection = _reach(places[peer][1], process)
-                    if connection is not None:
-                        connections[peer] = connection
-            # a process that could not be reached must not be waited for: both ends then use Gloo
-            reached = gather(sorted(connections))
-            awaited = {peer for peer in everyone if peer < process and process in reached[peer]}
-            while awaited:
-                connection, _ = listener.accept()
-                connection.settimeout(timeout)
-                peer = int.from_bytes(connection.recv(8), "little")
-                awaited.discard(peer)
+        addresses = gather(_listen(listener, f"{folder}/socket", len(everyone)))
+        # the lower process of each pair connects, so that a pair has one connection
+        for peer in everyone[process + 1 :] if addresses[process] else ():
+            if (connection := _reach(addresses[peer], process)) is not None:
                 connections[peer] = connection
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        # a process that could not be reached must not be waited for: both ends then use Gloo
+        reached = gather(sorted(connections))
+        for _ in [peer for peer in everyone[:process] if process in reached[peer]]:
+            connection, _ = listener.accept()
+            connection.settimeout(timeout)
+            connections[int.from_bytes(connection.recv(8), "little")] = connection
     return {peer: SharedMemoryPeer(connection, timeout) for peer, connection in connections.items()}
 
 
-def _listen(listener: socket.socket, others: int) -> tuple[str, str]:
-    """Listen in a folder that nobody else can enter; returns it and the address, empty where that is impossible."""
-    folder = ""
-    try:
-        os.close(os.memfd_create("lightning-pipe"))  # raises where the system has no such files
-        folder = tempfile.mkdtemp(prefix="lightning-pipe-")
-        address = str(Path(folder) / "socket")
+def _listen(listener: socket.socket, address: str, others: int) -> str:
+    """Listen at an address; returns it, or an empty one where the system has not the means."""
+    with suppress(AttributeError, OSError):
+        os.close(os.memfd_create("lightning-pipe"))
         listener.bind(address)
         listener.listen(others)
-    except (AttributeError, OSError):
-        return folder, ""
-    return folder, address
-
-
-def _host() -> str:
-    """A name of this host: equal on all its processes, and on no other host."""
-    try:
-        # containers of one host have names of their own, and the same kernel
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return socket.gethostname()
+        return address
+    return ""
 
 
 def _reach(address: str, process: int) -> socket.socket | None:

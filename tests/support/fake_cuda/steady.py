@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe import PipeStrategy
 from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.engine.kept_words import ENOUGH
-from lightning_pipe.transport.torch_distributed import TorchTransport
+from lightning_pipe.transport.base import Transport
 from tests.support import processes
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -93,11 +93,11 @@ class Counts(L.Callback):
         """While it is open, messages of the host are counted."""
         stack = ExitStack()
         for name, label in {"_start_send": "send", "_start_receive": "receive"}.items():
-            stack.enter_context(mock.patch.object(TorchTransport, name, self._counted(name, label)))
+            stack.enter_context(mock.patch.object(Transport, name, self._counted(name, label)))
         return stack
 
     def _counted(self, name: str, label: str) -> Any:
-        original = getattr(TorchTransport, name)
+        original = getattr(Transport, name)
 
         def call(*args: Any, **given: Any) -> Any:
             self.messages[f"{_place()}: {label}"] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,10 +17,11 @@ from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.schedules import Action, Kind
-from lightning_pipe.transport import nccl, torch_distributed
-from lightning_pipe.transport.base import Reduction, Work
+from lightning_pipe.transport import base, nccl, torch_distributed
+from lightning_pipe.transport.base import Reduction
 from lightning_pipe.transport.nccl import NcclTransport
 from lightning_pipe.transport.topology import Topology
+from lightning_pipe.transport.work import Work
 from tests.support.nccl.events import Computed, Event, Group, Issued, Made, Read, Waited
 from tests.support.rendezvous_sends import content
 from tests.support.thread_world import MessageEnd, PendingCollective, copy_bytes
@@ -46,7 +47,9 @@ def recorded_into(events: list[list[Event]], topology: Topology, fn: Callable[[R
         with fake.process(threads, board):
             fn(RecordingTransport(topology, threads, events[threads.process], board))
 
-    with mock.patch.object(torch_distributed, "dist", fake), mock.patch.object(nccl, "dist", fake):
+    with ExitStack() as replaced:
+        for module in (base, nccl, torch_distributed):
+            replaced.enter_context(mock.patch.object(module, "dist", fake))
         run_threads(thread_world(topology, _LIMIT), body, timeout=60)
 
 
@@ -73,10 +76,10 @@ class RecordingTransport(NcclTransport):
             super().barrier(members)
 
     @override
-    def _send_object(self, obj: object, processes: Sequence[int], tag: int, *, kept: bool = False) -> Work:
+    def send_object_to(self, processes: Sequence[int], obj: object, tag: int, *, kept: bool = False) -> Work:
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(obj)):
             self._events.append(Read())
-        return super()._send_object(obj, processes, tag, kept=kept)
+        return super().send_object_to(processes, obj, tag, kept=kept)
 
     @override
     def abort(self) -> None:
@@ -104,7 +107,6 @@ class _Board:
     """In the place of the failure board: hears which action is under way."""
 
     overdue, limit = False, 0.0
-    program: Sequence[Action] = ()
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
