@@ -30,7 +30,7 @@ from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.parameters.buffer_sync import BufferSync
-from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, Statistics, discard_all
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, discard_all
 from lightning_pipe.parameters.gradient_groups import GradientGroups
 from lightning_pipe.schedules import Action, Family, Kind, forward_only, lower
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -105,7 +105,6 @@ class Pipeline(PartitionedModule):
         # What only a first batch can show: which layers are called, and, by kind of batch, where skips go.
         self._checked_layers = False
         self._learnt_skips: set[bool] = set()
-        self._statistics = Statistics(transport)
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
@@ -393,4 +392,5 @@ class Pipeline(PartitionedModule):
     def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:
         """End the mini-batch of those of some deferred batch norms that this rank runs."""
         buffers = [(norm, f"{self.norms[norm]}.running_mean".lstrip(".")) for norm in ended]
-        self._statistics.commit([(norm, self.holding_processes(name)) for norm, name in buffers if self.holds(name)])
+        held = [(norm, self.holding_processes(name)) for norm, name in buffers if self.holds(name)]
+        commit_shared(held, self.transport)

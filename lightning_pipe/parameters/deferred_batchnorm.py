@@ -201,68 +201,37 @@ def forward_pass(stage: int) -> Iterator[None]:
         _run.stage, _run.calls = 0, None
 
 
-class Statistics:
-    """Ends mini-batches of norms that several processes hold.
+def commit_shared(norms: Sequence[tuple[DeferredBatchNorm, tuple[int, ...]]], transport: Transport) -> None:
+    """End a mini-batch: the statistics of all replicas together make one. Collective.
 
     Args:
+        norms: the norms of this process, each with the processes that hold it; the same order on all of these.
         transport: reaches these processes.
     """
+    by_members: dict[tuple[int, ...], list[DeferredBatchNorm]] = {}
+    for norm, members in norms:
+        by_members.setdefault(members, []).append(norm)
+    for members in sorted(by_members):
+        if len(members) > 1:
+            _merge(by_members[members], members, transport)
+        for norm in by_members[members]:
+            norm.commit()
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._calls: dict[int, tuple[Call, ...]] = {}
 
-    def commit(self, norms: Sequence[tuple[DeferredBatchNorm, tuple[int, ...]]]) -> None:
-        """End a mini-batch: statistics of all replicas together make one. Collective.
-
-        Args:
-            norms: the norms of this process, each with the processes that hold it; the same order on all of these.
-        """
-        by_members: dict[tuple[int, ...], list[DeferredBatchNorm]] = {}
-        for norm, members in norms:
-            by_members.setdefault(members, []).append(norm)
-        for members in sorted(by_members):
-            if len(members) > 1:
-                self._share(by_members[members], members)
-            for norm in by_members[members]:
-                norm.commit()
-
-    def _share(self, norms: Sequence[DeferredBatchNorm], members: tuple[int, ...]) -> None:
-        """Merge what the members noted, in the same order on all of them: the results are the same to the last bit."""
-        if not self._gather(norms, members):
-            # somebody has made calls that were not known: agree on all of them
-            everybody = self._transport.all_gather_object([set(norm.pending) for norm in norms], members)
-            for norm, theirs in zip(norms, zip(*everybody, strict=True), strict=True):
-                self._calls[id(norm)] = tuple(sorted({*self._known(norm), *(call for own in theirs for call in own)}))
-            self._gather(norms, members)
-
-    def _known(self, norm: DeferredBatchNorm) -> tuple[Call, ...]:
-        return self._calls.get(id(norm), ())
-
-    def _gather(self, norms: Sequence[DeferredBatchNorm], members: tuple[int, ...]) -> bool:
-        """Replace what was noted by what all members noted, if all of it is of known calls."""
-        places = [(norm, call) for norm in norms for call in self._known(norm)]
-        sizes = [2 * norm.num_features + 1 for norm, _ in places]
-        table = torch.zeros(len(members), 1 + sum(sizes), dtype=torch.float64, device=self._transport.device)
-        row = table[members.index(self._transport.process)]
-        row[0] = any(norm.pending.keys() - set(self._known(norm)) for norm in norms)
-        for (norm, call), cell in zip(places, torch.split(row[1:], sizes), strict=True):
-            if call in norm.pending:
-                moments = norm.pending[call]
-                cell[0] = moments.values
-                cell[1:] = torch.cat([moments.mean, moments.deviation])
-        self._transport.all_reduce(table, members).wait()
-        if bool(table[:, 0].any()):
-            return False
-        for norm in norms:
-            norm.pending = {}
-        for (norm, call), cells in zip(places, torch.split(table[:, 1:], sizes, dim=1), strict=True):
-            total = Moments(0, *cells[0, 1:].chunk(2))
-            for cell in cells:
-                total = total.merge(Moments(int(cell[0]), *cell[1:].chunk(2)))
-            if total.values:
-                norm.pending[call] = total
-        return True
+def _merge(norms: Sequence[DeferredBatchNorm], members: tuple[int, ...], transport: Transport) -> None:
+    """Merge what the members noted, in the same order on all of them: the results are the same to the last bit."""
+    noted = [(number, call, moments) for number, norm in enumerate(norms) for call, moments in norm.pending.items()]
+    keys = [(number, call, moments.values) for number, call, moments in noted]
+    parts = [part for _, _, moments in noted for part in (moments.mean, moments.deviation)]
+    # one tensor: to send it, the host waits for a GPU once
+    flat = torch.cat(parts) if parts else torch.zeros(0)
+    for norm in norms:
+        norm.pending = {}
+    for theirs, values in transport.all_gather_object((keys, flat), members):
+        rows = torch.split(values, [norms[number].num_features for number, _, _ in theirs for _ in range(2)])
+        for (number, call, count), mean, deviation in zip(theirs, rows[::2], rows[1::2], strict=True):
+            moments, pending = Moments(count, mean, deviation), norms[number].pending
+            pending[call] = pending[call].merge(moments) if call in pending else moments
 
 
 def discard_all(norms: Iterable[DeferredBatchNorm]) -> None:
