@@ -1,20 +1,30 @@
-"""When the loss of a batch is compared with those of its micro-batches, and what the user is told about it."""
+"""When a batch is compared with what its micro-batches make of it, and what the user is told about that.
+
+A sum, a mean over tokens that are not padding, class weights, losses or layers that compare samples with each other,
+and tensors that are cut and hold no samples train with other gradients in micro-batches than in one piece, and nothing
+would fail. So before some batches the step runs forward on two micro-batches, alone and together.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from math import isfinite
 from typing import NamedTuple
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_pipe.batches.micro_batches import MicroBatches
+from lightning_pipe.batches.split_batch import twice
 from lightning_pipe.batches.suspects import WHOLE
-from lightning_pipe.engine.first_batch.loss_check import LossCheck
-from lightning_pipe.engine.first_batch.mixing import MixingCheck
+from lightning_pipe.engine.batch import StepFunction
+from lightning_pipe.engine.first_batch.trial_losses import TrialLosses, parameters_whole, trial_losses
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.warn_once import WarnOnce
 
 _CHECKED = frozenset((0, 1, 3, 7, 15, 31))
 """The batches that are checked: in the first ones there may be one class alone, or no padding."""
+_LEAST, _TIMES = 1e-6, 30
+"""Losses differ that are further apart than this, and than so many times what a micro-batch twice is from itself."""
 
 WEIGHTS = (
     "For a mean over something else than samples, or labels that are not -100, say what a micro-batch counts: "
@@ -25,132 +35,158 @@ APART = (
     f"Samples that do not lie along the first dimension need PipeStrategy(split_batch=…). {WHOLE} A layer or "
     "a loss that compares samples with each other needs micro_batches=1, which is exact."
 )
-_WRONG = "Gradients differ accordingly from those of one device."
 
 
-class Difference(NamedTuple):
-    """That a batch is not what its micro-batches make.
+class Verdict(NamedTuple):
+    """What a look at a batch has shown.
 
     Args:
-        why: with numbers.
-        remedy: what helps.
-        in_loss: whether it is seen in the loss; samples that meet before it explain that, too.
+        difference: that the batch is not what its micro-batches make, with numbers; empty: that was not seen.
+        unknown: why they could not be compared; empty: they were.
+        fitting: what micro-batches count by each candidate that has predicted the losses, by all if none was compared;
+            ``None``: the batch has no candidates.
     """
 
-    why: str
-    remedy: str
-    in_loss: bool
+    difference: str = ""
+    unknown: str = ""
+    fitting: Mapping[str, list[float]] | None = None
 
 
 class LossChecks:
-    """The loss checks of a run: for some of its first batches that have several micro-batches.
+    """The looks of a run at some of its first batches.
 
     Args:
-        weighted: whether the user's function says what a micro-batch counts: nothing is said about the loss then.
-        replica: the number of this pipeline among those side by side.
-
-    Attributes:
-        repeats: whether a batch whose samples depend on each other runs again, whole: then nothing is warned of.
+        weighted: whether the user's function says what a micro-batch counts: nobody asks for it then.
     """
 
-    repeats = False
+    def __init__(self, *, weighted: bool) -> None:
+        self._weighted = weighted
+        self._batches, self._differs = 0, False
+        self._warn = WarnOnce()
 
-    def __init__(self, *, weighted: bool, replica: int = 0) -> None:
-        self._weighted, self._replica = weighted, replica
-        self._batches = 0
-        self._mixing: Difference | None = None
-        self._told = set[str]()  # what has been warned of
+    def due(self, pipeline: Pipeline) -> int | None:
+        """The number of the next batch if it is one of those that are looked at, the same on all ranks."""
+        number, self._batches = self._batches, self._batches + 1
+        busy = pipeline.asynchronous is not None and pipeline.asynchronous.in_flight
+        return None if number not in _CHECKED or self._differs or busy else number
 
-    def begin(self, micro_batches: MicroBatches) -> LossCheck | None:
-        """The check of the next batch; ``None`` if that batch is not checked.
+    def look(self, pipeline: Pipeline, step: StepFunction, batch: MicroBatches, seed: int, number: int) -> Verdict:
+        """Compare some micro-batches of a batch, alone, with two of them together. Collective over all processes.
+
+        Two may agree by chance (as many tokens in both, samples of one class), so all neighbours in the first batch are
+        compared, and all that are to show what a loss is a mean over. Compiled code is left alone: another size would
+        have it compiled anew.
 
         Args:
-            micro_batches: the batch.
+            pipeline: the divided module.
+            step: see `Pipeline.train`.
+            batch: the batch.
+            seed: of its random streams.
+            number: how many batches were before it.
+
+        Raises:
+            CutError: runs of the step change what is not put back, and compute with that.
         """
-        if len(micro_batches.parts) == 1:
-            return None
-        number, self._batches = self._batches, self._batches + 1
-        if (number not in _CHECKED or "loss" in self._told) and not micro_batches.compared:
-            return None
-        pairs, some = (len(micro_batches.parts), 3) if number == 0 else (1, 1)
-        return LossCheck(
-            micro_batches.candidates or {"": micro_batches.amounts},
-            micro_batches.sizes,
-            micro_batches.together,
-            micro_batches.summed,
-            pairs=pairs,
-            mixing=MixingCheck(micro_batches.sizes, micro_batches.together, self._tell_mixing, some),
+        unknown = Verdict(fitting=batch.candidates or None)
+        if pipeline.executor.stages.interceptor.compiled:
+            return unknown
+        with parameters_whole(pipeline):
+            if len(batch.parts) == 1:
+                return unknown
+            groups = _groups(batch, number)
+            singles = sorted({index for group in groups for index in group})
+            try:
+                runs = [*(batch.parts[index] for index in singles), *map(batch.together, groups)]
+            except ConfigurationError as error:
+                return unknown._replace(unknown=error.message)
+            with suppress(ConfigurationError):  # nobody knows how: the noise is not measured
+                runs.append(twice(batch.batch, batch.parts[singles[0]]))
+            runs.append(batch.parts[singles[0]])
+            for evaluating in (False, True):
+                found = trial_losses(pipeline, step, runs, seed, evaluating=evaluating)
+                if found.reason is not None:
+                    return unknown._replace(unknown=found.reason)
+                _check_alike(found.losses[0], found.losses.pop(), found.rounding)
+                verdict = _judged(batch, dict(zip(singles, found.losses, strict=False)), groups, found)
+                # a step that leaves layers out at random asks whether the module is in training
+                if not (verdict.difference and found.drew):
+                    return verdict
+        return unknown._replace(unknown="it depends on random numbers, though dropout is off")
+
+    def tell(self, verdicts: Sequence[Verdict], *, summed: bool) -> None:
+        """Warn of what looks have shown, those of all replicas."""
+        verdict = min(verdicts, key=lambda each: (not each.difference, not each.unknown))
+        if verdict.difference:
+            self._differs = True
+            wrong = "Gradients differ accordingly from those of one device."
+            self._warn("difference", f"{verdict.difference} {wrong} {remedy(summed=summed)}")
+        elif verdict.unknown and not self._weighted:
+            what = "sum" if summed else "mean"
+            self._warn(
+                "unknown",
+                f"It was not checked whether the loss is a {what} over the samples: {verdict.unknown}. If it is one, "
+                "and every tensor with the length of the batch holds one entry for each sample, all is well; nobody "
+                "asks with PipeStrategy(loss_weight=lambda micro_batch: …), which says what a micro-batch counts. "
+                "State that goes from batch to batch (self.hidden) needs micro_batches=1.",
+            )
+
+
+def remedy(*, summed: bool) -> str:
+    """What helps where a batch is not what its micro-batches make."""
+    return "For a mean leave loss_weight out, or say what a micro-batch counts." if summed else f"{WEIGHTS} {APART}"
+
+
+def _check_alike(first: float, last: float, rounding: float) -> None:
+    """Refuse a step that computes something else of a micro-batch when it runs again."""
+    if isfinite(first) and not abs(first - last) <= rounding * (1 + abs(first)):
+        raise CutError(
+            f"The step has a loss of {first:.7g} for a micro-batch, and of {last:.7g} when it runs for it again: it "
+            "changes something that it computes with, and that ranks, which run it several times, do not put back (a "
+            "global, a class, a file, a clock).",
+            hint="Change it in a hook, such as on_train_batch_start.",
         )
 
-    def _tell_mixing(self, layers: str, sizes: Sequence[int]) -> None:
-        found, kind = (_mixing(layers, sizes), "samples") if sizes else (None, "unseen samples")
-        if found and self.repeats:
-            self._mixing = found
-        elif self._replica == 0 and kind not in self._told and (sizes or not self._weighted):
-            self._told.add(kind)
-            # not by rank_zero_warn: process 0 need not have the stage
-            warnings.warn(f"{found.why} {_WRONG} {found.remedy}" if found else _unchecked_layers(layers), stacklevel=2)
 
-    def difference(self, check: LossCheck | None) -> Difference | None:
-        """That a batch is not what its micro-batches make, as seen on this rank; or nothing."""
-        if self._mixing or check is None or check.differs is None or self._weighted:
-            return self._mixing
-        (one, other), expected, both = check.differs
-        sizes = f"micro-batches of {check.sizes[one]} and {check.sizes[other]} samples"
-        together = f"the same samples together have {both:.7g} (without dropout)."
-        if check.summed:
-            why = f"The loss is not a sum over the samples, as loss_weight='sum' says: losses of {sizes} add up to"
-            remedy = "For a mean leave loss_weight out, or say what a micro-batch counts."
-        else:
-            why, remedy = f"The loss is not a mean over the samples: {sizes} have a mean loss of", f"{WEIGHTS} {APART}"
-        return Difference(f"{why} {expected:.7g}, {together}", remedy, in_loss=True)
-
-    def fitting(self, check: LossCheck | None) -> list[str] | None:
-        """What the loss may be a mean over, as seen on this rank; ``None``: it knows nothing of it."""
-        if check is None or "" in check.amounts or (check.reason is not None and not check.agreed):
-            return None
-        return [] if check.differs else [*check.amounts]
-
-    def end(self, check: LossCheck | None) -> None:
-        """Warn if the loss of the batch is not what the losses of its micro-batches make, or could not be compared.
-
-        Args:
-            check: the check of a batch that has run, on a rank with the last stage.
-        """
-        if check is None or self._weighted or "loss" in self._told:
-            return
-        if found := self.difference(check):
-            self._told.add("loss")
-            rank_zero_warn(f"{found.why} {_WRONG} {found.remedy}")
-        elif check.reason is not None and not check.agreed and not self._told & {"unseen samples", "unseen loss"}:
-            self._told.add("unseen loss")
-            rank_zero_warn(_unchecked(check.reason, summed=check.summed))
+def _groups(batch: MicroBatches, number: int) -> list[range]:
+    """The numbers of the micro-batches that are put together: all where nobody knows how to put together two."""
+    count = len(batch.parts)
+    groups = [range(count)] if batch.own else [range(first, first + 2) for first in range(count - 1)]
+    return groups if number == 0 or batch.candidates else [groups[number % len(groups)]]
 
 
-def _mixing(layers: str, sizes: Sequence[int]) -> Difference:
-    """Layers before the last stage do not keep samples apart."""
-    one, other = sizes
-    why = (
-        f"What {layers}, and the code before them, make of a sample depends on the other samples in its micro-batch, "
-        f"as with batch norm: for micro-batches of {one} and {other} samples it is not what it is for the same "
-        "samples together (without dropout)."
-    )
-    return Difference(why, APART, in_loss=False)
+def _judged(
+    batch: MicroBatches, single: Mapping[int, float], groups: Sequence[Sequence[int]], found: TrialLosses
+) -> Verdict:
+    """What the losses of single micro-batches, and of groups of them together, show."""
+    fitting = {**batch.candidates} or {"": batch.amounts}
+    together, noise = found.losses[len(single) :], found.rounding
+    if len(together) > len(groups):
+        once = next(iter(single.values())) * (1 + batch.summed)
+        noise = abs(together.pop() - once) / (1 + abs(once))
+    rounding = min(found.rounding, max(_LEAST, _TIMES * noise))
+    for group, both in zip(groups, together, strict=True):
+        alone = [single[index] for index in group]
+        predicted = {
+            name: sum(alone) if batch.summed else _mean(alone, [amounts[index] for index in group])
+            for name, amounts in fitting.items()
+        }
+        bound = rounding * (1 + abs(both))
+        left = {name: fitting[name] for name, each in predicted.items() if each is None or abs(each - both) <= bound}
+        if not left and isfinite(both):
+            sizes = " and ".join(str(batch.sizes[index]) for index in group)
+            what = "a sum" if batch.summed else "a mean"
+            whose = "add up to" if batch.summed else "have a mean loss of"
+            return Verdict(
+                f"The loss is not {what} over the samples, or depends on which samples are together: micro-batches of "
+                f"{sizes} samples {whose} {next(iter(predicted.values())):.7g}, the same samples together have "
+                f"{both:.7g} (without dropout).",
+                fitting={} if batch.candidates else None,
+            )
+        fitting = left or fitting
+    return Verdict(fitting=fitting if batch.candidates else None)
 
 
-def _unchecked_layers(layers: str) -> str:
-    """The warning for layers before the last stage that could not be compared."""
-    return (
-        f"It was not checked whether {layers}, and the code before them, keep the samples of a micro-batch apart: two "
-        "micro-batches cannot be put together there. If they do, all is well; micro_batches=1 runs batches whole."
-    )
-
-
-def _unchecked(reason: str, *, summed: bool) -> str:
-    """The warning for a loss that could not be compared."""
-    return (
-        f"It was not checked whether the loss is a {'sum' if summed else 'mean'} over the samples: {reason}. If it is "
-        "one, and every tensor with the length of the batch holds one entry for each sample, all is well; with "
-        "PipeStrategy(loss_weight=lambda micro_batch: …), which says what a micro-batch counts, nothing is checked. "
-        "State that goes from batch to batch (self.hidden) needs micro_batches=1."
-    )
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float | None:
+    """``None`` if none of them counts; what counts nothing may be NaN."""
+    total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+    return total / sum(weights) if sum(weights) else None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_pipe.batches.own_split import put_together, slices_of
 from lightning_pipe.batches.split_batch import SplitBatch, samples, split
 from lightning_pipe.batches.suspects import check_no_causal_mask
 from lightning_pipe.config import Auto, micro_batch_count, micro_batch_sizes, micro_batch_weights
@@ -28,7 +27,6 @@ class MicroBatches:
         batch: the batch.
         uncut: why it is left whole, if how to cut it is not clear.
         candidates: what each may count, by what the loss may be a mean over; empty if that makes no difference.
-        compared: whether losses of this batch, on any replica, are to show what they are a mean over.
     """
 
     parts: list[Any]
@@ -39,21 +37,24 @@ class MicroBatches:
     batch: Any = None
     uncut: str = ""
     candidates: Mapping[str, list[float]] = field(default_factory=dict)
-    compared: bool = False
 
     def together(self, indices: Sequence[int]) -> Any:
         """Some of the micro-batches as one.
+
+        Args:
+            indices: their numbers, which follow each other, or those of all.
 
         Raises:
             ConfigurationError: how to put them together is not clear.
         """
         first, last = indices[0], indices[-1] + 1
-        if not self.own and list(indices) == list(range(first, last)):  # cut in one piece, by whatever cuts it
-            around = [sum(self.sizes[:first]), sum(self.sizes[first:last]), sum(self.sizes[last:])]
-            return split(self.batch, [size for size in around if size])[first > 0]
-        if (slices := slices_of(self.batch, self.parts)) is None:
-            raise ConfigurationError("the micro-batches are no slices of the batch, to be put together again")
-        return put_together([self.parts[index] for index in indices], slices[1])
+        if list(indices) == list(range(len(self.parts))):
+            return self.batch
+        if self.own or list(indices) != list(range(first, last)):
+            raise ConfigurationError("these micro-batches cannot be put together again")
+        # cut in one piece, by whatever cuts it
+        around = [sum(self.sizes[:first]), sum(self.sizes[first:last]), sum(self.sizes[last:])]
+        return split(self.batch, [size for size in around if size])[first > 0]
 
     @property
     def shares(self) -> list[float]:
@@ -101,10 +102,9 @@ def divide_batch(
         parts = list(split_batch(batch, _wanted(batch, ranks, micro_batches, least)))
         if not parts:
             raise ConfigurationError("split_batch returned no micro-batches.", hint="Return a list with at least one.")
-        slices = slices_of(batch, parts)
-        sizes = slices[0] if slices else _sizes(parts, needed=loss_weight is None)
+        sizes = _sizes(batch, parts, needed=loss_weight is None)
     elif micro_batches == 1:
-        parts, sizes = [batch], _sizes([batch], needed=False)
+        parts, sizes = [batch], _sizes(batch, [batch], needed=False)
     else:
         length = samples(batch)
         sizes = micro_batch_sizes(length, micro_batch_count(length, ranks, micro_batches, least))
@@ -124,15 +124,19 @@ def _wanted(batch: Any, ranks: int, micro_batches: int | Auto, least: int) -> in
         return 4 * ranks if micro_batches == "auto" else micro_batches
 
 
-def _sizes(parts: list[Any], needed: bool) -> list[int]:
+def _sizes(batch: Any, parts: list[Any], needed: bool) -> list[int]:
     """Samples of every micro-batch; equal ones where they are not needed and cannot be counted."""
     try:
-        return [samples(part) for part in parts]
+        sizes = [samples(part) for part in parts]
+        if sum(sizes) == samples(batch):
+            return sizes
+        found = f"along the first dimension they have {sizes}, which the batch has not."
     except ConfigurationError as error:
-        if needed and len(parts) > 1:
-            raise ConfigurationError(
-                f"The number of samples in a micro-batch from split_batch is not clear: {error.message}",
-                hint="Say what each counts: PipeStrategy(loss_weight=lambda micro_batch: …). Or leave split_batch out: "
-                "micro_batches=1 runs the batch whole, which is exact.",
-            ) from error
-        return [1] * len(parts)
+        found = error.message
+    if needed and len(parts) > 1:
+        raise ConfigurationError(
+            f"The number of samples in a micro-batch from split_batch is not clear: {found}",
+            hint="Say what each counts: PipeStrategy(loss_weight=lambda micro_batch: …). Or leave split_batch out: "
+            "micro_batches=1 runs the batch whole, which is exact.",
+        )
+    return [1] * len(parts)

@@ -78,6 +78,27 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return _columns(batch, list(sizes), certain=bool(firm))
 
 
+def twice(batch: Any, part: Any) -> Any:
+    """A part of a batch, as `split` has cut it, with each of its samples two times.
+
+    Raises:
+        ConfigurationError: functions of its own cut it.
+    """
+    if part is batch:
+        return part
+    if isinstance(part, Tensor):
+        return torch.cat([part, part])
+    if isinstance(part, np.ndarray):
+        return np.concatenate([part, part])
+    contents = children(part)
+    if contents is None or kind_of(part) is not None:
+        raise _unknown("batch", f"a {type(part).__qualname__}")
+    if isinstance(part, list | tuple) and len(part) != len(batch):
+        return [*part, *part] if isinstance(part, list) else (*part, *part)
+    whole = children(batch) or {}
+    return rebuild(part, {key: twice(whole[key], child) for key, child in contents.items()})
+
+
 def _columns(node: Any, sizes: list[int], certain: bool) -> list[Any]:
     """The parts of one node of the batch, one for every micro-batch."""
     length = sum(sizes)

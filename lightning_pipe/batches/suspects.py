@@ -20,8 +20,9 @@ WHOLE = (
     "if it is a buffer of the module."
 )
 REMEDY = (
-    f"{WHOLE} Or say how to split: PipeStrategy(split_batch=lambda batch, m: […]), where samples lie along dimension 1 "
-    "by tensor.tensor_split(m, 1). micro_batches=1 runs the batch whole."
+    f"{WHOLE} Or say how to split, and what a part counts: PipeStrategy(split_batch=lambda batch, m: […], "
+    "loss_weight=lambda part: …), where samples lie along dimension 1 by tensor.tensor_split(m, 1) and "
+    "tensor.shape[1]. micro_batches=1 runs the batch whole."
 )
 _LEAST = 4
 """A smaller square may look like a causal mask by chance."""

@@ -32,11 +32,6 @@ class TokenLosses:
 
     left: tuple[str, ...] | None = None
 
-    @property
-    def known(self) -> bool:
-        """Whether one candidate is left."""
-        return self.left is not None and len(self.left) == 1
-
     def counted(self, split: MicroBatches) -> MicroBatches:
         """The micro-batches with what they count, and with the candidates, if their shares differ.
 
@@ -53,26 +48,27 @@ class TokenLosses:
                 hint=WEIGHTS,
             )
         first = next(iter(candidates.values()))
-        return replace(split, amounts=first, candidates=candidates if differ(candidates) else {})
+        return replace(split, amounts=first, candidates=candidates if _differ(candidates) else {})
 
-    def learn(self, fitting: Sequence[Sequence[str]]) -> None:
-        """Keep the candidates that have predicted the losses of a batch.
+    def learn(self, fitting: Sequence[Mapping[str, Sequence[float]]]) -> bool:
+        """Keep the candidates that have predicted the losses of a batch; returns whether its weights are still open.
 
         Args:
-            fitting: those that have done so on each rank that knows; the same on all ranks.
+            fitting: those that have done so, with what micro-batches count, as seen on each rank; the same on all.
 
         Raises:
             ConfigurationError: there are none.
         """
-        if fitting:
-            self.left = tuple(name for name in fitting[0] if all(name in each for each in fitting))
-            if not self.left:
-                raise ConfigurationError(
-                    "The loss is a mean neither over samples nor over labels that are not -100.", hint=WEIGHTS
-                )
+        left = [name for name in fitting[0] if all(name in each for each in fitting)]
+        if not left:
+            raise ConfigurationError(
+                "The loss is a mean neither over samples nor over labels that are not -100.", hint=WEIGHTS
+            )
+        self.left = tuple(left)
+        return any(_differ({name: each[name] for name in left}) for each in fitting)
 
 
-def differ(candidates: Mapping[str, Sequence[float]]) -> bool:
+def _differ(candidates: Mapping[str, Sequence[float]]) -> bool:
     """Whether some give micro-batches other shares than the first one."""
     first, *others = [[amount / (sum(each) or 1.0) for amount in each] for each in candidates.values()]
     return any(abs(a - b) > 1e-12 for other in others for a, b in zip(first, other, strict=True))

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_pipe.engine.containers import fresh
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.torch_internals import tree_map
-
-if TYPE_CHECKING:
-    from lightning_pipe.engine.stage import Stages
 
 StepFunction = Callable[[int, Any], Any]
 
@@ -29,11 +25,6 @@ THOROUGH, _SAMPLED = 4, 64
 
 class BatchObserver:
     """Looks at a training batch while it runs, and leaves no trace in it. This one looks at nothing."""
-
-    def before_stage(
-        self, stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
-    ) -> None:
-        """A stage is about to run a micro-batch forward."""
 
     def before_layer(
         self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]

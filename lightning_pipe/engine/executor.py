@@ -79,6 +79,7 @@ class Executor:
         position: the action under way, for reports about failures.
         busy: seconds spent computing so far.
         later: for each stage those that it sends to, neighbours first.
+        earlier: for each stage those that send to it, neighbours first.
         events: where to note when each action computed, in seconds of the clock; ``None``: nowhere.
         clock: the host's monotonic one, which does not wait for a GPU.
     """
@@ -116,7 +117,7 @@ class Executor:
         stages = range(len(self.stages.layers))
         ends = [*pairwise(stages), *skips.ends]  # neighbours first
         self.later = [[late for early, late in ends if early == stage] for stage in stages]
-        self._earlier = [[early for early, late in ends if late == stage] for stage in stages]
+        self.earlier = [[early for early, late in ends if late == stage] for stage in stages]
         self.stages.reroute(skips.by_stage)
         # Other tensors cross each boundary now than those that were agreed on.
         self.exchange.forget_plans()
@@ -287,7 +288,7 @@ class Executor:
     def _collect(self, here: StageKey) -> Crossing | None:
         """What earlier stages send to a stage, put together."""
         inbound: Crossing | None = None
-        earlier = self._earlier[here.stage]
+        earlier = self.earlier[here.stage]
         for stage in earlier:
             key = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
             received = self._under_way.inbound.pop(key, None)
@@ -331,7 +332,7 @@ class Executor:
                 returned = self.stages.backward_input(self._under_way.saved[here], Returned(gradients, used))
         self._note(action, start)
         arrived = self._under_way.arrived.pop(here, None)
-        for stage in self._earlier[here.stage]:
+        for stage in self.earlier[here.stage]:
             own = returned if arrived is None else returned.only(arrived[stage])
             self._under_way.gradients[BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)] = own
 

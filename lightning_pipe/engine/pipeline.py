@@ -135,7 +135,6 @@ class Pipeline(PartitionedModule):
         *,
         seed: int = 0,
         reduce: bool = True,
-        check: BatchObserver | None = None,
         cut: Cut | None = None,
     ) -> dict[int, Any]:
         """Run forward and backward passes of one batch.
@@ -152,7 +151,6 @@ class Pipeline(PartitionedModule):
                 counts 0 has no gradients, even if it is NaN.
             seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
             reduce: ``False`` while gradients are still accumulated over batches; `reduce_gradients` later.
-            check: looks at the batch while it runs: whether its loss is a mean over samples.
             cut: puts micro-batches together, for schedules that run two in one forward pass.
 
         Returns:
@@ -169,7 +167,7 @@ class Pipeline(PartitionedModule):
         first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
         if first:
             self._buffer_sync.begin()
-        batch = self._batch(step, micro_batches, weights, seed, training=True, check=check)
+        batch = self._batch(step, micro_batches, weights, seed, training=True)
         batch.cut = cut
         if (sharded := self.reductions.sharded) is not None:
             batch.using = lambda stage, _: sharded.whole(stage % len(self.stage_layers))
@@ -240,7 +238,6 @@ class Pipeline(PartitionedModule):
         weights: Sequence[float],
         *,
         seed: int = 0,
-        check: BatchObserver | None = None,
     ) -> CallResult:
         """Let an asynchronous schedule go on by one batch; others stay in flight.
 
@@ -252,7 +249,6 @@ class Pipeline(PartitionedModule):
             micro_batches: the slices of the batch, the same on all ranks of the pipeline.
             weights: the factor of each micro-batch's loss.
             seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
-            check: looks at the batch while it runs: whether its loss is a mean over samples.
 
         Raises:
             ConfigurationError: the schedule is not asynchronous, or another number of micro-batches in a batch.
@@ -261,7 +257,7 @@ class Pipeline(PartitionedModule):
             raise ConfigurationError(
                 f"Schedule {self.family.name!r} finishes every batch before the next one.", hint="Call train."
             )
-        return self.asynchronous.advance(self._batch(step, micro_batches, weights, seed, training=True, check=check))
+        return self.asynchronous.advance(self._batch(step, micro_batches, weights, seed, training=True))
 
     def drain(self) -> Iterator[CallResult]:
         """Finish what is in flight, one call after the other; the optimizer may have to step after each."""
@@ -324,7 +320,6 @@ class Pipeline(PartitionedModule):
         weights: Sequence[float],
         seed: int,
         training: bool,
-        check: BatchObserver | None = None,
     ) -> Batch:
         """The object that goes down to the stages."""
         if not micro_batches or len(micro_batches) != len(weights):
@@ -338,7 +333,7 @@ class Pipeline(PartitionedModule):
         numbers = [known.setdefault((*mode, signature(part)), len(known)) for part in micro_batches]
         draws = None if transport.shares_generators else self.executor.stages.draws[training]
         streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas, draws)
-        observers = [*([] if check is None else [check]), *self._observers] if training else []
+        observers = [*self._observers] if training else []
         undisturbed = len(micro_batches) == 1 and self.synchronous
         return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed, observers)
 

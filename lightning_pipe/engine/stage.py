@@ -130,7 +130,6 @@ class Stages:
 
     def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Saved, Crossings]:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
-        _observe(self, stage, micro_batch, batch, inbound)
         saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
         batch.streams.end_user_code()
         if not (crossings or batch.repeats):
@@ -141,7 +140,6 @@ class Stages:
         self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
     ) -> tuple[Kept, Crossings]:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
-        _observe(self, stage, micro_batch, batch, inbound)
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
         unknown = stage not in self.again
@@ -292,11 +290,6 @@ def _telling(saved: Saved) -> Iterator[None]:
 def _path(calls: Sequence[CallRecord] | None) -> list[CallRecord] | None:
     """What a run and its second one must have in common."""
     return None if calls is None else [call._replace(changing=()) for call in calls]
-
-
-def _observe(stages: Stages, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> None:
-    for observer in batch.observers:
-        observer.before_stage(stages, stage, micro_batch, batch, inbound)
 
 
 def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -255,7 +255,7 @@ class LayerState:
             else:
                 self._put_back(run)
             for part, attribute, value in hidden:
-                _holder(part, attribute)[attribute] = value
+                _put(part, attribute, value)
         for key in () if self.one_pipe or alone or not (complete and counts) else self._changed(self.set_by_run):
             raise in_several_pipes(self.written(*key))
         if complete and held is not None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain, islice
 from os import PathLike
 from typing import Any
@@ -146,7 +147,7 @@ class Pipeline:
         self._engine.synchronize()
         self._step = SharedStep(self._engine)
         self._splitting = micro_batches, split_batch, loss_weight
-        self._checks = LossChecks(weighted=callable(loss_weight), replica=transport.replica)
+        self._checks = LossChecks(weighted=callable(loss_weight))
         self._seed = transport.broadcast_object(torch.initial_seed(), 0, tuple(range(world_size)))
         self._calls = 0
         self._in_turns = False
@@ -203,22 +204,22 @@ class Pipeline:
             (batch,) = shared(None if batch is None else [batch], engine)
             parts = self._split(batch)
             factor, total = self._scale(scaler), engine.transport.sum_over_replicas(sum(parts.amounts))
-            weights, check = [factor * weight for weight in parts.weights(total)], self._checks.begin(parts)
-            seed, cut = mix(self._seed, self._calls), Cut(parts.sizes, parts.together)
+            weights = [factor * weight for weight in parts.weights(total)]
             with withheld_gradients(list(engine.module.parameters())) as withheld:
-                outputs = self._step.run(
-                    step,
-                    lambda run: losses_on_host(
-                        engine.train(run, parts.parts, weights, seed=seed, check=check, cut=cut),
-                        engine,
-                    ),
-                )
-            if engine.is_loss_rank:
-                self._checks.end(check)
+                outputs = self._step.run(step, partial(self._trained, parts, weights))
             output = of_batch(outputs, parts, withheld, self.device)
             loss = loss_of(output)
             loss.backward()  # type: ignore[no-untyped-call]
         return {**output, "loss": loss.detach()} if isinstance(output, Mapping) else loss.detach()
+
+    def _trained(self, parts: MicroBatches, weights: Sequence[float], run: Callable[[int, Any], Any]) -> dict[int, Any]:
+        """What a step returned for each micro-batch, which may be looked at before they train."""
+        engine, seed = self._engine, mix(self._seed, self._calls)
+        if (number := self._checks.due(engine)) is not None:
+            verdict = self._checks.look(engine, run, parts, seed, number)
+            self._checks.tell([verdict], summed=parts.summed)
+        cut = Cut(parts.sizes, parts.together)
+        return losses_on_host(engine.train(run, parts.parts, weights, seed=seed, cut=cut), engine)
 
     def evaluate(self, step: Step, batches: Iterable[Any] | None = None) -> list[Any]:
         """Run forward passes alone, without gradients, several batches at a time. Collective over the pipeline.

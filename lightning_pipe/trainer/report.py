@@ -101,10 +101,6 @@ class Report:
         self._batches += 1
         self._samples += sum(micro_batches.sizes)
 
-    def announce_again(self) -> None:
-        """Let the next batch complete the plan anew: batches are cut in another way from now on."""
-        self._announced = False
-
     def cannot_cut(self) -> None:
         """The first batch cannot be cut, as an error says: print the plan without it."""
         if not self._announced:

@@ -39,7 +39,6 @@ from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.layer_costs import LayerCosts
 from lightning_pipe.trainer.report import Report
-from lightning_pipe.trainer.rewind import Rewind
 from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
@@ -239,20 +238,14 @@ class PipelineRun:
         batch, *rest = args
         scale = loss_scale(self._precision)  # once: a look at it waits for the device
         step, weights, seed = self._split(batch, rest, scale)
-        again = step.micro_batches.compared or (step.check is not None and self._splitter.may_leave_whole)
-        rewind = Rewind(self._module) if again else None
         with naming_suspects(batch, step.micro_batches):
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)
             self.gradients.free_old(optimizers)
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
                 outputs, before = self._run(step, weights, seed)
-                why = self._again(step) if rewind is not None else ""
                 # report what the last stage has made of the batch, and apply it on all ranks
-                outputs = {} if why else step.share(outputs, before)
-        if rewind is not None and why:
-            rewind.undo(why)
-            return self.train(args, optimizers)
+                outputs = step.share(outputs, before)
         self.gradients.after_batch(optimizers)
         return step.output(outputs, withheld)
 
@@ -267,13 +260,29 @@ class PipelineRun:
         except ConfigurationError:
             self.report.cannot_cut()
             raise
+        seed = self._seeds.training(trainer.fit_loop.epoch_loop.total_batch_idx)
+        parts = self._looked_at(parts, rest, seed)
         weights = [weight * scale for weight in self._splitter.weights(parts)]
-        parts = self._splitter.to_compare(parts)
         self.report.batch(parts, self.loaders.order.notes, chosen=self._splitter.number == "auto")
-        # without a number of the user's, what is not made of micro-batches has the batch run again, whole
-        self._step.checks.repeats = self._splitter.may_leave_whole
-        step = StepOfBatch(self._step, "training_step", rest, self._precision.train_step_context, parts)
-        return step, weights, self._seeds.training(trainer.fit_loop.epoch_loop.total_batch_idx)
+        return self._step_of(parts, rest), weights, seed
+
+    def _step_of(self, parts: MicroBatches, rest: Sequence[Any]) -> StepOfBatch:
+        assert self._step is not None
+        return StepOfBatch(self._step, "training_step", rest, self._precision.train_step_context, parts)
+
+    def _looked_at(self, parts: MicroBatches, rest: Sequence[Any], seed: int) -> MicroBatches:
+        """A batch as a look at it tells to cut it. Collective over all processes if it is looked at."""
+        assert self._step is not None
+        number, is_open = self._step.checks.due(self.pipeline), self._splitter.is_open(parts)
+        if (number is None and not is_open) or self._splitter.number == 1:
+            return parts
+        with self._step.running():
+            verdict = self._step.checks.look(self.pipeline, self._step_of(parts, rest), parts, seed, number or 0)
+        verdicts = self._world.transport.all_gather_object(verdict, self._world.everyone)
+        decided = self._splitter.decided(parts, verdicts)
+        if decided is parts:
+            self._step.checks.tell(verdicts, summed=parts.summed)
+        return decided
 
     def _run(self, step: StepOfBatch, weights: list[float], seed: int) -> tuple[dict[int, Any], Snapshot | None]:
         """What the step returns on this rank, and the attributes before it."""
@@ -281,30 +290,8 @@ class PipelineRun:
         parts, reduce = step.micro_batches, self.gradients.reduced_at_once
         with self._step.running() as before, self._costs.measured(parts):
             cut = Cut(parts.sizes, parts.together)
-            outputs = self.pipeline.train(
-                step, parts.parts, weights, seed=seed, reduce=reduce, check=step.check, cut=cut
-            )
+            outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
         return outputs, before
-
-    def _again(self, step: StepOfBatch) -> str:
-        """Why a batch that has run must run again, as seen on any rank; or nothing. Collective over all processes."""
-        common = self._step
-        assert common is not None
-        checks = common.checks
-        own = checks.difference(step.check) if checks.repeats else None
-        seen = self._world.transport.all_gather_object((own, checks.fitting(step.check)), self._world.everyone)
-        # where samples meet before the loss, that is why
-        found = min((each for each, _ in seen if each), key=lambda each: each.in_loss, default=None)
-        why = ""
-        if found is not None:
-            why = found.why
-            self._splitter.leave_whole(found)
-            self.report.announce_again()
-        elif step.micro_batches.compared:
-            why = self._splitter.learn(step.micro_batches, [each for _, each in seen if each is not None])
-        if why:
-            common.attributes.of_layers.take()  # those of this run do not count
-        return why
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """An evaluation step, once over the whole batch.

@@ -68,7 +68,7 @@ class UserStep:
     ) -> None:
         self.module, self.pipeline, self.metrics = module, pipeline, metrics
         self.log = Log(module, metrics.names)
-        self.checks = LossChecks(weighted=callable(loss_weight), replica=pipeline.transport.replica)
+        self.checks = LossChecks(weighted=callable(loss_weight))
         self.attributes = AttributeSync(module, pipeline)
         self.summed = loss_weight == "sum"
         self._world, self.channel = world, channel
@@ -99,14 +99,13 @@ class UserStep:
                 self._world.local, self.attributes.at_begin = False, None
 
     @contextmanager
-    def undoing(self, micro_batches: int, hooks: HooksOfBatch, *, training: bool, compared: bool) -> Iterator[None]:
+    def undoing(self, micro_batches: int, hooks: HooksOfBatch, *, training: bool) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
             micro_batches: how many the batch has.
             hooks: what runs for the batch register on modules.
             training: whether it is a training step.
-            compared: whether its loss is compared, so that its batch may have to run again.
         """
         # recomputation runs a micro-batch again whose traces are there already
         again = is_recomputing()
@@ -114,7 +113,7 @@ class UserStep:
         complete = not (self.pipeline.ends_early or self._may_repeat or again)
         pipes = micro_batches > 1 and self.pipeline.family.pipes > 1 and not again
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
-        watched = again or compared or is_alone() or self._may_repeat or (pipes and self.attributes.several)
+        watched = again or is_alone() or self._may_repeat or (pipes and self.attributes.several)
         taking = untouched(self.attributes.tracked) if watched else nullcontext()
         if complete:
             with noting_hooks, taking:
@@ -210,7 +209,6 @@ class StepOfBatch:
 
     Attributes:
         micro_batches: as given.
-        check: compares the loss of the batch with those of its micro-batches; ``None`` for most batches.
         repeats: whether the step has to run in another way: it has come back to an earlier stage, say.
         dropped: whether nothing counts any more that it does: its batch runs again.
     """
@@ -228,7 +226,6 @@ class StepOfBatch:
     ) -> None:
         self.micro_batches = micro_batches
         self._ranks = user_step.pipeline.loss_ranks if ranks is None else ranks
-        self.check = user_step.checks.begin(micro_batches)
         self._user_step = user_step
         self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
         self._training = name == "training_step"
@@ -250,7 +247,7 @@ class StepOfBatch:
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not is_recomputing())
         number = len(self.micro_batches.parts)
-        undoing = common.undoing(number, self._hooks, training=self._training, compared=self.check is not None)
+        undoing = common.undoing(number, self._hooks, training=self._training)
         with recording, undoing, self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
@@ -320,7 +317,6 @@ class StepOfBatch:
             changes: what steps changed in the attributes of the LightningModule.
         """
         common, amounts = self._user_step, self.micro_batches.amounts
-        common.checks.end(self.check)
         common.warn_of_windows(len(amounts))
         outputs = losses_on_host(outputs, common.pipeline) if self._training else outputs
         losses = losses_of(outputs) if common.summed else {}

@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_pipe.batches.micro_batches import divide_batch
-from lightning_pipe.batches.split_batch import samples, split
+from lightning_pipe.batches.split_batch import samples, split, twice
 from lightning_pipe.engine.containers import map_leaves, signature
 from lightning_pipe.errors import ConfigurationError
 
@@ -79,8 +79,7 @@ def test_cuts_along_the_batch(name: str) -> None:
     assert all(type(part) is type(batch) for part in cut.parts)
     assert leaves(cut.together((0, 1, 2))) == leaves(batch)
     assert leaves(cut.together((1, 2))) == leaves(split(batch, [2, 3])[1])
-    assert samples(cut.together((0, 2))) == 3
-    assert leaves(split(cut.together((0, 2)), [2, 1])) == leaves([cut.parts[0], cut.parts[2]])
+    assert leaves(split(twice(batch, cut.parts[0]), [2, 2])) == leaves([cut.parts[0], cut.parts[0]])
 
 
 def leaves(node: Any) -> list[Any]:
@@ -182,43 +181,31 @@ def test_own_split_and_weight() -> None:
     assert cut.shares == [0.2, 0.8]
 
 
-def test_own_slices_are_recognised() -> None:
-    batch = {
-        "x": rows(7, 5),
-        "y": rows(5),
-        "names": list("abcde"),
-        "scale": 2.0,
-        "table": rows(3, 3),
-        "z": np.arange(5),
-    }
-    sizes, cut = [2, 2, 1], (0, 2, 4, 5)
-    parts = [
-        {**batch, "x": batch["x"][:, a:b], **{name: batch[name][a:b] for name in ("y", "names", "z")}}
-        for a, b in pairwise(cut)
-    ]
-    found = divide_batch(batch, 1, 3, split_batch=lambda *_: parts)
-    assert (found.sizes, found.amounts) == (sizes, [2.0, 2.0, 1.0])
-    assert signature(found.together((0, 1, 2))) == signature(batch)
-    both = found.together((0, 2))
-    assert torch.equal(both["x"], batch["x"][:, [0, 1, 4]])
-    assert both["names"] == ["a", "b", "e"]
-    assert both["z"].tolist() == [0, 1, 4]
-    assert both["table"] is batch["table"]
+def test_own_slices_along_the_first_dimension_are_counted() -> None:
+    batch = {"x": rows(5), "names": list("abcde"), "scale": 2.0}
+    found = divide_batch(batch, 1, 2, split_batch=lambda batch, m: split(batch, [3, 2]))
+    assert (found.sizes, found.amounts) == ([3, 2], [3.0, 2.0])
+    assert found.together((0, 1)) is batch
+    with pytest.raises(ConfigurationError, match="cannot be put together"):
+        divide_batch(rows(6), 1, 3, split_batch=lambda batch, m: split(batch, [2, 2, 2])).together((0, 1))
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [{"x": rows(3)}, {"x": rows(3)}],  # others than those of the batch
-        [{"x": rows(3)}, {"x": rows(2), "y": 1}],
-        [rows(3), rows(2)],
-        [{"x": rows(3, 1)}, {"x": rows(2, 1)}],
-    ],
-)
-def test_other_parts_are_not_put_together(parts: list[Any]) -> None:
-    cut = divide_batch({"x": rows(5)}, 1, 2, split_batch=lambda *_: parts)
-    with pytest.raises(ConfigurationError, match="no slices"):
-        cut.together((0, 1))
+def test_own_slices_along_another_dimension_need_a_weight() -> None:
+    def along_time(batch: Any, count: int) -> list[Any]:
+        return [*batch.tensor_split(count, 1)]
+
+    with pytest.raises(ConfigurationError, match=r"(?s)\[7, 7\].*loss_weight"):
+        divide_batch(rows(7, 5), 1, 2, split_batch=along_time)
+    found = divide_batch(rows(7, 5), 1, 2, split_batch=along_time, loss_weight=lambda part: part.shape[1])
+    assert found.amounts == [3.0, 2.0]
+
+
+def test_neighbours_are_put_together() -> None:
+    cut = divide_batch({"x": rows(6), "scale": rows(1)}, 1, 3)
+    assert torch.equal(cut.together((1, 2))["x"], rows(6)[2:])
+    assert cut.together((0, 1))["scale"] is cut.batch["scale"]
+    with pytest.raises(ConfigurationError, match="cannot be put together"):
+        cut.together((0, 2))
 
 
 def test_own_split_into_what_cannot_be_counted() -> None:

@@ -116,9 +116,9 @@ def test_time_first_runs_whole_or_is_told() -> None:
     data = [{"x": each["x"][:6], "y": torch.randint(3, (6, LENGTH))} for each in map(batch, range(3))]
     expected = oracle.fit(TimeFirst(), data, clip=None).losses
     losses, told = fit(data, "auto", TimeFirst)
-    assert "depends on the other samples" in told
+    assert "depends on which samples are together" in told
     assert losses == pytest.approx(expected, rel=1e-9)
     losses, told = fit(data, 3, TimeFirst)
-    assert "depends on the other samples" in told
+    assert "depends on which samples are together" in told
     assert "split_batch" in told
     assert losses != pytest.approx(expected, rel=1e-3)

@@ -23,7 +23,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "version": "test_package",
     },
     "batches": {
-        "loss_checks": "trainer/test_checks",
         "micro_batches": "batches/test_split_batch",
         "outputs": "batches/test_joining",
     },
@@ -42,7 +41,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "turns": "intercept/turns/test_run",
         "whole_gradients": "trainer/whole_model/test_gradient_norms",
     },
-    "engine/first_batch": {"trial_runs": "engine/first_batch/test_loss_check"},
+    "engine/first_batch": {"trial_runs": "engine/first_batch/test_trial_losses"},
     "intercept": {"contents": "intercept/test_snapshot", "parameter_use": "parameters/test_ownership"},
     "intercept/torch_patches": {
         "activation_checkpoints": "intercept/test_surroundings",

@@ -57,7 +57,7 @@ class ReachesItsOwner(Reached):
             layer.other = [self]
 
 
-@program(MICRO_BATCHES, train=r"self\.count")
+@program(MICRO_BATCHES, train=r"self\.(layers\.\d\.)?count")
 class LayersReadACounter(ReachesItsOwner):
     def behind(self, out: Tensor) -> Tensor:
         self.count += 1

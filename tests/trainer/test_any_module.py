@@ -116,7 +116,7 @@ def test_batches_whose_samples_depend_on_each_other_run_whole(devices: int, tmp_
     for name, found in zip(DEPENDENT, by_the_word(DEPENDENT, devices, str(tmp_path)), strict=True):
         assert_equal(name, found)
         printed = " ".join(found["printed"].split())
-        assert "depends on the other samples in its micro-batch" in printed, name
+        assert "depends on which samples are together" in printed, name
         assert "So batches run whole" in printed, name
         assert len(found["warnings"]) == 1, name
 

@@ -1,23 +1,19 @@
-"""Runs of the step for one stage of which nothing is to come: they only tell what the step computes."""
+"""Around runs of the step of which nothing is to come: they only tell what it computes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_pipe.engine.batch import Batch
-from lightning_pipe.engine.stage import Crossings, Stages, loss_of
+from lightning_pipe.engine.stage import Stages
 from lightning_pipe.intercept.absent_tensor import is_absent
-from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.recompute import recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.torch_functions import draws
@@ -25,8 +21,6 @@ from lightning_pipe.torch_internals import DropoutNd, NormBase
 
 _SILENT = (DropoutNd, NormBase, nn.RNNBase, nn.MultiheadAttention)
 """Modules that drop or normalise by the batch, in training alone."""
-_SEEDS = 8
-"""With how many other random numbers a run is repeated that may depend on them."""
 
 _local = threading.local()
 
@@ -34,73 +28,6 @@ _local = threading.local()
 def is_alone() -> bool:
     """Whether the code that asks runs for a check: other replicas may not, so it must not wait for them."""
     return getattr(_local, "alone", False)
-
-
-@dataclass
-class TrialRuns:
-    """Runs of the step for one stage without dropout, and with the norms of an evaluation.
-
-    ``whole``: whether the whole module is as in an evaluation; layers may compute something else in training. ``drew``:
-    whether a run has drawn random numbers there.
-    """
-
-    stages: Stages
-    stage: int
-    batch: Batch
-    whole: bool = False
-    drew: bool = False
-
-    def run(self, index: int, part: Any, inbound: Crossing | None, seed: int | None = None) -> tuple[Crossings, Any]:
-        """Run the step. Returns what leaves the stage, by the stage that receives it, and what the step returned.
-
-        Args:
-            index: the micro-batch that it draws the random numbers of: up to the stage's layers it goes the same way.
-            part: the micro-batch.
-            inbound: what the stage receives for it.
-            seed: from the stage's first layer on, the micro-batch that it draws the random numbers of.
-        """
-        trial = replace(self.batch, micro_batches=[part] * (index + 1), training=False, results={})
-        marks: list[Any] = []
-
-        def begin() -> None:
-            if seed is not None:
-                trial.streams.seed_user_code(seed)
-            marks.append(trial.streams.state())
-
-        # each finds what the step and the layers keep as it was: a loss that depends on it is not random
-        with put_back(self.stages), _not_random(self.stages, self.stage, begin, whole=self.whole) as functions:
-            found = self.stages.trial(self.stage, index, trial, inbound)
-        # Without a mark the step has not come to the stage's layers, and nothing is known of what they draw.
-        self.drew |= functions.drew or not marks or marks[-1] != trial.streams.state()
-        return found
-
-    def loss(self, index: int, part: Any, inbound: Crossing | None) -> Tensor:
-        """The loss of a run on the last stage; the arguments are those of `run`."""
-        return loss_of(self.run(index, part, inbound)[1])
-
-    def are_random(
-        self, index: int, part: Any, inbound: Crossing | None, same: Callable[[Crossings, Any], bool]
-    ) -> bool:
-        """Whether a run is another one with other random numbers: from the start, or from this stage's layers on.
-
-        A layer that is left out with a small probability shows in some runs alone.
-
-        Args:
-            index: as for `run`.
-            part: the micro-batch.
-            inbound: what the stage receives for it.
-            same: whether what a run returns is what it returned before.
-        """
-        first = len(self.batch.micro_batches)  # streams that no micro-batch of the batch draws from
-        for seed in range(first, first + _SEEDS):
-            if not same(*self.run(index, part, inbound, seed)):
-                return True
-            try:
-                if not same(*self.run(seed, part, inbound)):
-                    return True
-            except Exception:  # it takes another way to this stage
-                return True
-        return False
 
 
 @contextmanager
@@ -151,59 +78,59 @@ def parameters_kept(parts: Iterable[nn.Module], *, trained: bool = True) -> Iter
             parameters[name] = parameter
 
 
-class _NoDropout(TorchFunctionMode):
-    """Once it is ``on``, functions for dropout do nothing; notes whether others may draw, in layers too."""
+class NotRandom(TorchFunctionMode):
+    """Functions for dropout do nothing; notes whether others draw, in layers too, and in which type they compute.
 
-    on = drew = False
+    Args:
+        state: that of the generators.
+
+    Attributes:
+        drew: whether a function has drawn.
+        autocast: the type of numbers that the step computes with by itself; ``None``: that of its tensors.
+    """
+
+    drew = False
+    autocast: torch.dtype | None = None
+
+    def __init__(self, state: Callable[[], object]) -> None:
+        super().__init__()
+        self._state = state
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if self.on and name == "scaled_dot_product_attention":
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                self.autocast = torch.get_autocast_dtype(kind)
+        if name == "scaled_dot_product_attention":
             args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
             kwargs = {**kwargs, "dropout_p": 0.0} if len(args) < 5 else kwargs
-        elif self.on and "dropout" in name:
+        elif "dropout" in name:
             return args[0] if args else kwargs["input"]
-        else:
-            self.drew |= self.on and draws(func, name)
-        return func(*args, **kwargs)
+        if not draws(func, name):
+            return func(*args, **kwargs)
+        before = self._state()
+        result = func(*args, **kwargs)
+        self.drew |= kwargs.get("generator") is not None or self._state() != before
+        return result
 
 
 @contextmanager
-def _not_random(stages: Stages, stage: int, then: Callable[[], None], *, whole: bool) -> Iterator[_NoDropout]:
-    """Nothing that the stage computes is random; up to there the step must go the way that it has gone.
+def not_random(module: nn.Module, state: Callable[[], object], *, whole: bool) -> Iterator[NotRandom]:
+    """Nothing that the module computes is random, as far as dropout is the reason.
 
     Args:
-        stages: the stages of this rank.
-        stage: the one that runs.
-        then: called where the stage's layers begin.
-        whole: as for `TrialRuns`.
+        module: the module.
+        state: that of the generators.
+        whole: whether all of it is as in an evaluation; layers may compute something else in training.
     """
-    module, layers = stages.interceptor.module, stages.interceptor.layers
     silent = [part for part in module.modules() if whole or isinstance(part, _SILENT)]
     before = [part.training for part in silent]
-    functions = _NoDropout()
-
-    def silence() -> None:
-        functions.on = True
-        for part in silent:
-            part.training = False
-
-    def begin(*_: Any) -> None:
-        if next(calls) == earlier_passes:
-            silence()
-            then()
-
-    start = stages.layers[stage].layers.start
-    earlier_passes, first = divmod(start, len(layers))
-    calls = count()
-    hook = layers[first].register_forward_pre_hook(begin)
+    for part in silent:
+        part.training = False
     try:
-        if start == 0:
-            silence()
-        with functions:
+        with NotRandom(state) as functions:
             yield functions
     finally:
-        hook.remove()
         for part, training in zip(silent, before, strict=True):
             part.training = training

@@ -147,7 +147,7 @@ class Streaming:
         self._in_flight[self._batches] = step
         self._batches += 1
         with self._calling() as withheld, self._step.running() as before:
-            self._call = self._pipeline.advance(step, step.micro_batches.parts, weights, seed=seed, check=step.check)
+            self._call = self._pipeline.advance(step, step.micro_batches.parts, weights, seed=seed)
         return self._share(before, withheld)
 
     def _train_without_batch(self, calls: Iterator[CallResult]) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_pipe.batches.loss_checks import WEIGHTS, Difference
+from lightning_pipe.batches.loss_checks import WEIGHTS, Verdict, remedy
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.batches.suspects import REMEDY, ambiguous
-from lightning_pipe.batches.token_losses import SAMPLES, TokenLosses, differ
+from lightning_pipe.batches.token_losses import TokenLosses
 from lightning_pipe.config import Auto
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PipeError
@@ -75,8 +75,8 @@ class BatchSplitter:
         )
         self._synchronized = are_synchronized(module)
         self._norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
-        self._largest, self._uncut, self._once = 0, "", False
-        # the user has said what counts, or a batch that has run cannot run again with other weights
+        self._largest, self._uncut = 0, ""
+        # the user has said what counts, or batches are in flight, which nobody looks at
         told = options.loss_weight is not None or pipeline.asynchronous is not None
         self._tokens = None if told else TokenLosses()
         self._warn = WarnOnce()
@@ -89,8 +89,7 @@ class BatchSplitter:
         would have one sample each.
         """
         options, number = self.options, self.number
-        once, self._once = self._once, False
-        if self._uncut or once:
+        if self._uncut:
             return self._whole(batch, self._uncut)
         norms, full = any(map(is_normalising, self._norms)), self._batch_size or self._largest
         if number == "auto":
@@ -100,7 +99,7 @@ class BatchSplitter:
         try:
             split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
         except ConfigurationError as error:
-            if not self.may_leave_whole:
+            if not self._may_leave_whole:
                 raise
             why = f"{error.message} So it runs {_WHOLE}"
             self._warn("whole", f"{why} {error.hint or ''}")
@@ -115,47 +114,38 @@ class BatchSplitter:
             )
         return split if self._tokens is None else self._tokens.counted(split)
 
-    def to_compare(self, micro_batches: MicroBatches) -> MicroBatches:
-        """The same, with whether its losses are to show what they are a mean over. Collective over replicas."""
-        if self._tokens is None or self._tokens.known:
-            return micro_batches
-        return replace(
-            micro_batches, compared=self._world.transport.sum_over_replicas(len(micro_batches.candidates)) > 0
-        )
+    def is_open(self, split: MicroBatches) -> bool:
+        """Whether losses are to show what they are a mean over, on any replica. Collective over these."""
+        return self._tokens is not None and self._world.transport.sum_over_replicas(len(split.candidates)) > 0
 
-    def learn(self, micro_batches: MicroBatches, fitting: Sequence[Sequence[str]]) -> str:
-        """Learn from a batch that was compared what losses are a mean over. Collective over all processes.
+    def decided(self, split: MicroBatches, verdicts: Sequence[Verdict]) -> MicroBatches:
+        """A batch as it is to run by what looks at it, and at those of other replicas, have shown.
 
         Args:
-            micro_batches: the batch.
-            fitting: the candidates that have predicted its losses, on each rank that knows.
+            split: the batch.
+            verdicts: of all processes.
 
-        Returns:
-            Why it has to run again, with other weights or whole; nothing if its weights were right.
+        Raises:
+            ConfigurationError: its loss is no mean over what is known to count, and the user has said how to cut it.
         """
-        assert self._tokens is not None
-        before = self._tokens.left
-        self._tokens.learn(fitting)
-        left = self._tokens.left
-        fits = {name: each for name, each in micro_batches.candidates.items() if name in (left or ())}
-        if self._world.agree(len(fits) > 1 and differ(fits), unanimous=False):
-            self._once = True
+        found = next((each.difference for each in verdicts if each.difference), "")
+        if found and self._may_leave_whole:
+            self._uncut = f"{found} So batches run {_WHOLE}"
+            self._warn("whole", f"{self._uncut} {remedy(summed=split.summed)}")
+            return self._whole(split.batch, self._uncut)
+        fitting = [each.fitting for each in verdicts if each.fitting is not None]
+        if self._tokens is None or not fitting:
+            return split
+        if self._tokens.learn(fitting):
             why = "It does not show in the losses of this batch what they are a mean over. So it runs whole."
             self._warn("undecided", f"{why} {WEIGHTS}")
-            return why
-        if left is None or left[0] == (before or (SAMPLES,))[0]:
-            return ""
-        return f"The loss is a mean over {left[0]} that are not -100."
+            return self._whole(split.batch, why)
+        return self._tokens.counted(split)
 
     @property
-    def may_leave_whole(self) -> bool:
+    def _may_leave_whole(self) -> bool:
         """Whether a batch may be left whole: nobody has said into how many parts, or how, it is cut."""
         return self.number == "auto" and self.options.split_batch is None
-
-    def leave_whole(self, found: Difference) -> None:
-        """Leave all batches whole from now on, since what is computed from parts is not what the whole makes."""
-        self._uncut = f"{found.why} So batches run {_WHOLE}"
-        self._warn("whole", f"{self._uncut} {found.remedy}")
 
     def _whole(self, batch: Any, why: str) -> MicroBatches:
         """A batch that is left whole: that is exact, and its ranks take turns."""

@@ -195,6 +195,7 @@ def test_time_first_with_as_many_steps_as_samples() -> None:
     plain = oracle.fit(TimeFirst(), made, clip=None)  # type: ignore[arg-type]
     oracle.assert_equal(fit(micro_batches=1), plain)
     by_hand = fit(
-        split_batch=lambda batch, m: [*zip(batch[0].tensor_split(m, 1), batch[1].tensor_split(m), strict=True)]
+        split_batch=lambda batch, m: [*zip(batch[0].tensor_split(m, 1), batch[1].tensor_split(m), strict=True)],
+        loss_weight=lambda part: part[0].shape[1],
     )
     oracle.assert_equal(by_hand, plain)

@@ -1,4 +1,4 @@
-"""Samples that depend on each other before the last stage are noticed in the first batches, others never."""
+"""Samples that depend on each other in any stage are noticed in the first batches, others never."""
 
 from __future__ import annotations
 
@@ -11,29 +11,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from tests.engine.first_batch.test_loss_check import fit
+from tests.engine.first_batch.test_trial_losses import fit
 from tests.support.model_zoo import ZOO
 from tests.support.pairs import every_second, pairs
 from tests.support.processes import run_trainers
 from tests.support.token_losses import (
     Batches,
     Chosen,
-    Contrastive,
     LayerDrop,
     MeanOfCopies,
     MeanOfSamples,
     MeanOfViews,
-    Picky,
     Random,
     Routed,
     SeldomDrop,
-    SumOfTokens,
     TimeFirst,
     Tokens,
-    Views,
 )
 
-MESSAGE = "depends on the other samples"
+MESSAGE = "depends on which samples are together"
 LENGTH, WIDTH, CLASSES = 6, 4, 3
 
 
@@ -110,7 +106,6 @@ def test_samples_that_depend_on_each_other_are_told_once(module: type[Mixing], o
         options = {**options, "stages": 2}
     for dtype in (torch.float64, torch.float32):
         (told,) = fit(module(dtype), [batch(dtype)] * 2, layers="layers", message=MESSAGE, **options)
-        assert "'layers.0'" in told
         assert "split_batch" in told
 
 
@@ -159,7 +154,10 @@ def test_what_is_not_finite_for_one_sample_is_told() -> None:
 @pytest.mark.parametrize("module", [Slight, Highest, Late])
 def test_what_is_little_or_in_training_alone_or_late_is_told(module: type[Mixing]) -> None:
     for dtype in (torch.float64, torch.float32):
-        assert len(fit(module(dtype), [batch(dtype)] * 4, layers="layers", message=MESSAGE)) == 1
+        mixing = module(dtype)
+        if isinstance(mixing, Slight) and dtype is torch.float32:
+            mixing.share = 1e-2  # what changes the loss by less than its sixth digit is rounding
+        assert len(fit(mixing, [batch(dtype)] * 4, layers="layers", message=MESSAGE)) == 1
 
 
 class SlightAtLast(Slight):
@@ -174,16 +172,12 @@ def test_losses_in_single_precision_are_looked_at_as_closely() -> None:
         assert len(fit(module(torch.float32), batches, layers="layers", message="mean over")) == times
 
 
-def test_what_cannot_be_put_together_is_said() -> None:
-    options = {"layers": "layers", "message": "keep the samples of a micro-batch apart", "stages": 4}
-    (told,) = fit(Routed(), Batches().batches, **options)
-    assert "'layers.1'" in told
-    assert fit(Routed(), Batches().batches, micro_batches=1, **options) == []
-
-
 def test_what_is_advised_works() -> None:
-    split = {"split_batch": lambda batch, m: [{k: v[:, i::m] for k, v in batch.items()} for i in range(m)]}
-    assert fit(TimeBeforeSamples(), [batch()], layers="layers", message="samples", **split) == []
+    options: dict[str, Any] = {
+        "split_batch": lambda batch, m: [{k: v[:, i::m] for k, v in batch.items()} for i in range(m)],
+        "loss_weight": lambda part: part["y"].shape[1],
+    }
+    assert fit(TimeBeforeSamples(), [batch()], layers="layers", message="samples", **options) == []
     assert fit(Centred(), [batch()], layers="layers", message=MESSAGE, micro_batches=1) == []
 
 
@@ -223,18 +217,14 @@ def test_no_false_alarms(module: type[Mixing], dtype: torch.dtype) -> None:
 
 LOSSES: list[type[Tokens]] = [
     Chosen,
-    Contrastive,
     LayerDrop,
     MeanOfCopies,
     MeanOfSamples,
     MeanOfViews,
-    Picky,
     Random,
     Routed,
     SeldomDrop,
-    SumOfTokens,
     TimeFirst,
-    Views,
 ]
 
 
@@ -272,7 +262,7 @@ def on_two_ranks(process: int) -> list[str]:
     return fit(TimeBeforeSamples(), [batch()], devices=2, layers="layers", message=MESSAGE)
 
 
-def test_the_rank_with_the_stage_tells() -> None:
+def test_one_rank_tells() -> None:
     assert sorted(map(len, run_trainers(on_two_ranks, 2, timeout=60))) == [0, 1]
 
 

@@ -1,4 +1,4 @@
-"""A loss that is not a mean over samples is noticed in the first batch, a mean never, and the look leaves no trace."""
+"""A loss that is not a mean over samples is noticed before the first batch, a mean never; the look leaves no trace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.batches import loss_checks
 from lightning_pipe.config import RunLayout
-from lightning_pipe.engine.first_batch.trial_runs import TrialRuns, is_alone
+from lightning_pipe.engine.first_batch.trial_losses import TrialLosses
+from lightning_pipe.engine.first_batch.trial_runs import is_alone
+from lightning_pipe.errors import CutError
 from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
@@ -34,6 +37,7 @@ from tests.support.token_losses import (
     HeadsOfTokens,
     Kept,
     KeptTokens,
+    Layer,
     LayerDrop,
     LoggedBalance,
     LoggedBalanceOfTokens,
@@ -134,10 +138,8 @@ def test_samples_along_the_dimension_that_fits(time: int) -> None:
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (Random, "it differs from run to run, though dropout is off"),
+        (Random, "it depends on random numbers, though dropout is off"),
         (Picky, "two micro-batches together raise ValueError: too many samples"),
-        (Routed, "layers get tensors of which two micro-batches' cannot be put together"),
-        (LossWithBalance, "layers get tensors of which two micro-batches' cannot be put together"),
     ],
 )
 def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: str) -> None:
@@ -145,6 +147,11 @@ def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: s
     assert reason in told
     counted = fit(loss(), Batches().batches, layers="layers", message="not checked", loss_weight=lambda part: 2.0)
     assert counted == []
+
+
+def test_what_layers_say_of_a_micro_batch_is_judged() -> None:
+    assert fit(Routed(), Batches(number=4).batches, layers="layers", message="over the samples") == []
+    assert len(fit(LossWithBalance(), Batches(number=4).batches, layers="layers")) == 1
 
 
 @pytest.mark.parametrize(("mean", "other"), [(Kept, KeptTokens), (Heads, HeadsOfTokens)])
@@ -163,22 +170,21 @@ def test_values_without_samples_that_are_only_logged_do_not_end_the_check() -> N
     assert len(fit(LoggedBalanceOfTokens(), batches, layers="layers")) == 1
 
 
-def test_each_reading_of_both_together_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[object] = []
-    loss = TrialRuns.loss
+def test_all_neighbours_are_compared_in_the_first_batch_and_two_in_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[list[int]] = []
+    found = loss_checks.trial_losses
 
-    def counted(trial: TrialRuns, index: int, part: Any, inbound: Any) -> Tensor:
-        runs.append(index)
-        return loss(trial, index, part, inbound)
+    def counted(pipeline: Any, step: Any, batches: Sequence[Any], seed: int, **how: Any) -> TrialLosses:
+        runs.append([len(each["labels"]) for each in batches])
+        return found(pipeline, step, batches, seed, **how)
 
-    monkeypatch.setattr(TrialRuns, "loss", counted)
-    found = []
-    for module in (MeanOfSamples(), LoggedBalance()):
-        runs.clear()
-        assert fit(module, Batches(number=1).batches, layers="layers") == []
-        found.append(len(runs))
-    # of two pairs each one micro-batch, the other, both together: with a value without samples, of either of them
-    assert found == [6, 8]
+    monkeypatch.setattr(loss_checks, "trial_losses", counted)
+    assert fit(MeanOfSamples(), Batches(number=4).batches, layers="layers") == []
+    assert runs == [
+        [2, 2, 2, 4, 4, 4, 2],
+        [2, 2, 4, 4, 2],
+        [2, 2, 4, 4, 2],
+    ]  # at last each of a micro-batch twice, and it
 
 
 def test_later_batches_are_checked_too() -> None:
@@ -220,7 +226,8 @@ def along_time(batch: Any, count: int) -> list[Any]:
 def test_own_slices_along_another_dimension() -> None:
     batch = {name: value.T.contiguous() for name, value in Batches().batches[0].items()}
     batch["label"] = batch["labels"][-1].clamp(min=0)
-    options: dict[str, Any] = {"layers": "layers", "split_batch": along_time}
+    weight = {"loss_weight": lambda part: len(part["label"])}
+    options: dict[str, Any] = {"layers": "layers", "split_batch": along_time, **weight}
     assert fit(TimeFirstBatch(), [batch], message="samples", **options) == []
     assert len(fit(TokensOfTimeFirstBatch(), [batch], **options)) == 1
     found, plain = TimeFirstBatch(), TimeFirstBatch()
@@ -284,15 +291,15 @@ def test_sums_are_added() -> None:
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"recompute": "always"}, marks=pytest.mark.slow), {"stages": 1}], ids=str
 )
-def test_the_look_leaves_no_trace(options: dict[str, Any]) -> None:
+def test_the_look_leaves_no_trace(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = []
-    for weight in (None, lambda micro_batch: len(micro_batch["labels"])):  # the second is not looked at
+    for looks in (True, False):
         module, recorder = MeanOfTokens(early=0.1), oracle.Recorder()
         L.seed_everything(3, verbose=False)
-        told = fit(
-            module, Batches(number=2).batches, layers="layers", loss_weight=weight, callbacks=[recorder], **options
-        )
-        assert len(told) == (weight is None)
+        if not looks:
+            monkeypatch.setattr(loss_checks.LossChecks, "due", lambda *_: None)
+        told = fit(module, Batches(number=2).batches, layers="layers", callbacks=[recorder], **options)
+        assert len(told) == looks
         seen = [module.steps, [layer.shapes for layer in module.layers], random.random(), torch.rand(2).tolist()]
         trace = recorder.trace
         outcomes.append((seen, trace.losses, trace.logged, {k: v.tolist() for k, v in module.state_dict().items()}))
@@ -364,6 +371,43 @@ def told_by_processes(process: int, schedules: Sequence[str]) -> list[int]:
 
 def test_the_first_process_tells_it() -> None:
     assert run_trainers(told_by_processes, 2, timeout=60, schedules=["1f1b", "chimera", "gems"]) == [[1] * 3, [0] * 3]
+
+
+class CountsElsewhere(MeanOfSamples):
+    """Computes with a counter of its class, which nobody puts back."""
+
+    count = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        CountsElsewhere.count += 1
+        return super().forward(ids) * (1.0 + 0.1 * self.count)
+
+
+def test_what_a_look_changes_and_the_step_computes_with_is_refused() -> None:
+    with pytest.raises(CutError, match=r"when it runs for it again.*\n?.*on_train_batch_start"):
+        fit(CountsElsewhere(), Batches().batches, layers="layers", stages=1)
+
+
+class PickyLayer(Layer):
+    """Refuses the size that two micro-batches have together, on its own rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 3:
+            raise ValueError("too many samples")
+        return super().forward(x)
+
+
+def refused_on_one_rank(process: int, places: Sequence[int]) -> list[int]:
+    found = []
+    for place in places:
+        module = MeanOfSamples()
+        module.layers[place] = PickyLayer(0.0).double()
+        found.append(len(fit(module, Batches().batches, devices=2, layers="layers", message="too many samples")))
+    return found
+
+
+def test_a_run_that_fails_on_one_rank_ends_on_all() -> None:
+    assert run_trainers(refused_on_one_rank, 2, timeout=60, places=[0, 3]) == [[1, 1], [0, 0]]
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "llama", "t5"])

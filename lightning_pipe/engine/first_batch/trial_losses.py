@@ -1,0 +1,199 @@
+"""The losses of some batches, run forward through all stages before anything trains; nothing else comes of it.
+
+Whether a batch is what its micro-batches make shows where two of them run alone and together: a loss that is no mean
+over samples, layers that compare samples with each other, and tensors that are cut and hold no samples all give
+another loss. Stages pass on why a run has failed, so that it ends on all ranks::
+
+                     rank 0             rank 1
+    micro-batch 0    stage 0  ------->  stage 1: its loss
+    micro-batch 1    stage 0  ------->  stage 1: its loss
+    both together    raises   ------->  the reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine.batch import Batch, StepFunction
+from lightning_pipe.engine.executor import Executor
+from lightning_pipe.engine.first_batch.trial_runs import NotRandom, leaving_no_trace, not_random, put_back
+from lightning_pipe.engine.stage import loss_of
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.crossing import Crossing
+from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.work import Work
+
+if TYPE_CHECKING:
+    from lightning_pipe.engine.pipeline import Pipeline
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
+"""How far losses differ by rounding at most, relative to 1 + their size."""
+_REDUCED = 5e-4
+"""The same for float32 on devices that multiply matrices with fewer bits."""
+_TAG = (1 << 29) - 2
+"""Beside that of ranks that take turns."""
+
+
+class TrialLosses(NamedTuple):
+    """What has come of some runs of the step.
+
+    Args:
+        losses: of each run; less if one has failed.
+        reason: why one has failed, in words.
+        drew: whether one has drawn random numbers, though dropout is off.
+        rounding: how far losses may differ by rounding, relative to 1 + their size.
+    """
+
+    losses: list[float]
+    reason: str | None
+    drew: bool
+    rounding: float
+
+
+class _Passed(NamedTuple):
+    """What a run leaves between two stages: values, why it has failed, or behind the last one the loss."""
+
+    way: tuple[int, int]
+    crossing: Crossing | None
+    loss: Tensor | None
+    reason: str | None
+    drew: bool
+
+
+def trial_losses(
+    pipeline: Pipeline, step: StepFunction, batches: Sequence[Any], seed: int, *, evaluating: bool
+) -> TrialLosses:
+    """Run a step forward for each of some batches, with the same random numbers. Collective over the pipeline.
+
+    Dropout and batch norm are off. What the step changes, logs or draws is put back.
+
+    Args:
+        pipeline: the divided module.
+        step: see `Pipeline.train`.
+        batches: micro-batches, and some of them together.
+        seed: that of the batch which they are parts of.
+        evaluating: whether the whole module is as in an evaluation; layers may compute something else in training.
+
+    Returns:
+        What has come of it, on all ranks.
+    """
+    executor, transport = pipeline.training_executor, pipeline.transport
+    last = len(executor.stages.layers) - 1
+    streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas)
+    mail, seen = _Mail(transport), TrialLosses([], None, drew=False, rounding=0.0)
+    with pipeline.running(streams), leaving_no_trace():
+        for part in batches:
+            batch = Batch(step, [part], [0], [1.0], streams, training=False)
+            with put_back(executor.stages), not_random(pipeline.module, streams.state, whole=evaluating) as functions:
+                ended = _run(executor, mail, batch, functions)
+            if ended is not None:
+                losses, rounding = seen.losses, seen.rounding
+                if ended.loss is not None:
+                    losses = [*losses, float(ended.loss)]
+                    rounding = max(rounding, _rounding(pipeline.module, ended.loss, functions.autocast))
+                seen = TrialLosses(losses, seen.reason or ended.reason, seen.drew or ended.drew, rounding)
+    mail.wait()
+    source = transport.peers[executor.placement[0, last]]
+    told: TrialLosses = transport.broadcast_object(seen, source, pipeline.pipeline_members)
+    return told
+
+
+def _run(executor: Executor, mail: _Mail, batch: Batch, functions: NotRandom) -> _Passed | None:
+    """Run a batch through the stages of this rank; returns what it ends with behind the last stage."""
+    ended = None
+    for stage, layers in enumerate(executor.stages.layers):
+        if executor.placement[0, stage] != executor.rank:
+            continue
+        came = [mail.receive((early, stage), executor.placement[0, early]) for early in executor.earlier[stage]]
+        left = _computed(executor, stage, batch, came, functions)
+        if layers.last:
+            (ended,) = left
+            continue
+        for passed in left:
+            mail.send(passed, executor.placement[0, passed.way[1]])
+    return ended
+
+
+def _computed(
+    executor: Executor, stage: int, batch: Batch, came: Sequence[_Passed], functions: NotRandom
+) -> list[_Passed]:
+    """What a stage leaves for each later one, and the last one for nobody."""
+    reason = next((each.reason for each in came if each.reason), None)
+    crossings: dict[int, Crossing] = {}
+    loss, drew = None, any(each.drew for each in came)
+    if reason is None:
+        inbound = None
+        for crossing in (each.crossing for each in came):
+            inbound = crossing if inbound is None or crossing is None else inbound.joined(crossing)
+        batch.streams.seed_user_code(0)
+        before = batch.streams.state()
+        try:
+            crossings, result = executor.stages.trial(stage, 0, batch, inbound)
+            loss = None if crossings else loss_of(result)
+        except CutError:
+            reason = "with two micro-batches together the step takes another way through its code"
+        except Exception as error:  # whatever a step may raise that was not made for this
+            lines = str(error).strip().splitlines() or [""]
+            reason = f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
+        drew = drew or functions.drew or batch.streams.state() != before
+    none = next(iter(crossings.values())).emptied() if crossings else None
+    receivers = executor.later[stage] or [stage]
+    return [_Passed((stage, to), crossings.get(to, none), loss, reason, drew) for to in receivers]
+
+
+def _rounding(module: nn.Module, loss: Tensor, autocast: torch.dtype | None) -> float:
+    """How far losses may differ by rounding, by the coarsest numbers that take part."""
+    dtypes = {each.dtype for each in (loss, *module.parameters()) if each.is_floating_point()}
+    reduced = loss.device.type != "cpu" and torch.float32 in dtypes
+    return max([_REDUCED * reduced, *(_ROUNDING.get(kind, 2e-3) for kind in {*dtypes, autocast or loss.dtype})])
+
+
+@contextmanager
+def parameters_whole(pipeline: Pipeline) -> Iterator[None]:
+    """Parameters are whole meanwhile that replicas divide. Collective over these."""
+    sharded = pipeline.reductions.sharded
+    if sharded is None:
+        yield
+        return
+    sharded.hold(True)
+    try:
+        yield
+    finally:
+        sharded.hold(False)
+
+
+@dataclass
+class _Mail:
+    """Brings what runs leave to later stages, on this rank or another one."""
+
+    transport: Transport
+    _arrived: dict[tuple[int, int], list[_Passed]] = field(default_factory=dict)
+    _sending: list[Work] = field(default_factory=list)
+
+    def send(self, passed: _Passed, rank: int) -> None:
+        """Start to send to a rank."""
+        passed = passed._replace(crossing=passed.crossing and passed.crossing.detached())
+        if rank == self.transport.rank:
+            self._arrived.setdefault(passed.way, []).append(passed)
+        else:
+            self._sending.append(self.transport.send_object(passed, rank, _TAG))
+
+    def receive(self, way: tuple[int, int], rank: int) -> _Passed:
+        """The next that comes on a way, from a rank; what comes before it on others is kept for these."""
+        while not self._arrived.get(way):
+            passed: _Passed = self.transport.receive_object(rank, _TAG)
+            passed = passed._replace(crossing=passed.crossing and passed.crossing.laid_out())
+            self._arrived.setdefault(passed.way, []).append(passed)
+        return self._arrived[way].pop(0)
+
+    def wait(self) -> None:
+        """Wait for all that is being sent."""
+        for work in self._sending:
+            work.wait()
