@@ -18,23 +18,23 @@ LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
     "intercept": 8030,
-    "trainer": 7860,
-    "engine": 4770,
+    "trainer": 7740,
+    "engine": 4390,
     "schedules": 3400,
-    "transport": 2570,
     "planning": 2470,
-    "parameters": 2070,
+    "transport": 2200,
+    "parameters": 1990,
     "construction": 1550,
     "partition": 1370,
     "simulate": 1190,
-    "sharding": 1060,
-    "batches": 1020,
+    "sharding": 1010,
+    "batches": 980,
     "profiling": 900,
     "plain": 540,
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 368, 131, 34
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 357, 131, 34
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""
