@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import LiveTensor
+from lightning_pipe.intercept.call_record import Lender, LiveTensor
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.incoming import Incoming
-from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.tensor_state import TensorState, has_changed, state_of, version_of
 from lightning_pipe.intercept.tracker import Tracker
@@ -27,24 +26,21 @@ class Arrival:
         inbound: what has been received; ``None`` on the first stage.
         tracker: that of the run.
         skipped: the layers that earlier stages have run instead.
-        parameter_use: the module's parameters and buffers.
 
     Attributes:
         pending: what is not in the step yet.
         incoming: the entry of the tensors into autograd, once they are in the step.
         copied: the tensors that have come as copies of one memory, with their versions and numbers.
-        lenders: by number, the argument whose memory a tensor shares on the stage that it comes from.
+        lenders: by number, the tensor whose memory another one shares on the stage that this comes from.
     """
 
-    def __init__(
-        self, inbound: Crossing | None, tracker: Tracker, skipped: SkippedLayers, parameter_use: ParameterUse
-    ) -> None:
+    def __init__(self, inbound: Crossing | None, tracker: Tracker, skipped: SkippedLayers) -> None:
         self.pending = inbound
-        self._tracker, self._skipped, self._parameter_use = tracker, skipped, parameter_use
+        self._tracker, self._skipped = tracker, skipped
         self.incoming: Incoming | None = None
         self._begin = 0
         self.copied: list[tuple[Tensor, int | None, int]] = []
-        self.lenders: dict[int, tuple[int, int]] = {}
+        self.lenders: dict[int, Lender] = {}
         self._own: list[tuple[Tensor, TensorState, int]] = []
 
     def fill(self) -> None:
@@ -64,32 +60,20 @@ class Arrival:
             # behind the node of `Incoming`: what it makes of the received tensors is older than this stage's own graph
             self._begin = graph_nodes()
             self._fill(entries, self.incoming)
-            for number, name in self._skipped.missing(values):
-                self._tracker.numbers.unfilled[number] = (
-                    f"'{name}' changes it in place on an earlier stage, which did not send it: in the first batch of "
-                    "this shape nothing needed it."
-                )
             shared = {entry.number for entry in entries if entry.shared}
             alive = self._tracker.numbers.alive() if shared else ()
             self.copied = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
 
     def _fill(self, entries: list[LiveTensor], incoming: Incoming) -> None:
-        numbers = self._tracker.numbers
-        kept = {numbers.of(tensor): tensor for tensor, name in self._skipped.kept if self._parameter_use.may_run(name)}
         # Nothing may hold a value when its turn comes: a view keeps its base from being swapped. So the list lets go of
         # each value as it is taken, from the end, which is the first one.
         incoming.tensors.reverse()
         for entry in entries:
             if entry.lender is not None:
                 self._note_lender(entry.number, entry.lender)
-            value, own = incoming.tensors.pop(), kept.get(entry.number)
-            # Filling swaps the two; but a view must let go of its memory.
-            copy = own.clone() if own is not None and own._is_view() else None
-            numbers.fill(entry.number, value)
-            if own is not None and entry.number not in numbers.unfilled:
-                self._skipped.attributes.filled(own, value if copy is None else copy)
+            self._tracker.numbers.fill(entry.number, incoming.tensors.pop())
 
-    def _note_lender(self, number: int, lender: tuple[int, int]) -> None:
+    def _note_lender(self, number: int, lender: Lender) -> None:
         """A tensor has come that is a copy here of memory which this stage has for itself."""
         own = self._skipped.lenders.get(lender)
         if own is not None and not self._tracker.numbers.derived(own):

@@ -87,7 +87,8 @@ class CallRecord(NamedTuple):
         popped: the skip connections that end in it.
         effects: for layers and modules, what they leave behind besides their result.
         container: the number of the list or dictionary in the arguments that the result is, if it is one.
-        lent: for layers and modules, the arguments whose memory a result shares, and which every stage has for itself.
+        lent: for layers and modules, the positions of arguments, and the places of attributes, whose memory a result
+            shares, and which every stage has for itself.
         hook: for a forward hook on a part of a layer, the path from the layer to the part and the hook's number there.
         drawn: for a function that has drawn random numbers where ranks take turns, the states of the generators then.
         changing: for layers and modules, what their calls have changed in their attributes so far.
@@ -103,7 +104,7 @@ class CallRecord(NamedTuple):
     popped: tuple[SkipKey, ...] = ()
     effects: tuple[Effect, ...] = ()
     container: int | None = None
-    lent: tuple[int, ...] = ()
+    lent: tuple[int | Place, ...] = ()
     hook: tuple[str, int] | None = None
     drawn: tuple[bytes, ...] = ()
     changing: tuple[Place, ...] = ()
@@ -116,20 +117,23 @@ class CallRecord(NamedTuple):
         return one and not others and self.container is None
 
 
+Lender = tuple[int, int | Place]
+
+
 class LiveTensor(NamedTuple):
     """One tensor that is alive at a cut.
 
     ``shared`` marks tensors whose memory another live tensor shares, or whose own elements do: they travel as copies,
-    so changing one in place after the cut would be wrong, and raises. The other one may be an argument of a layer that
-    returned a view of it, and that every stage has for itself: ``lender`` has the positions of the call and of the
-    argument.
+    so changing one in place after the cut would be wrong, and raises. The other one may be an argument or attribute of
+    a layer that returned a view of it, and that every stage has for itself: ``lender`` has the position of the call,
+    and that of the argument or the place of the attribute.
     """
 
     number: int
     spec: TensorSpec
     requires_grad: bool
     shared: bool
-    lender: tuple[int, int] | None = None
+    lender: Lender | None = None
 
 
 @dataclass(frozen=True)

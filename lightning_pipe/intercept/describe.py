@@ -81,7 +81,7 @@ def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequen
 def _lends_nothing(tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:
     """Whether a result without a graph, of an evaluation, is no argument of the call, and shares no memory with one."""
     given = any(result is argument for argument in arguments)
-    return not (given or tracker.in_place.lend(result, len(tracker.calls), arguments))
+    return not (given or tracker.in_place.lend(result, len(tracker.calls), enumerate(arguments)))
 
 
 def _describe(
@@ -100,7 +100,7 @@ def _describe(
     leaves += [*stashed.values()]  # in this order `SkippedLayers` takes them off the end again
     effects: list[tuple[Effect, list[Any]]] = []
     if watch is not None:
-        effects += watch.effects(leaves, tracker.numbers.derived)
+        effects += watch.effects(tracker.numbers.derived)
         leaves += [leaf for _, own in effects for leaf in own]
         # of an object's tensors most are those that the other ranks know
         known = [tracker.numbers.of(leaf) for effect, own in effects if effect.object is not None for leaf in own]
@@ -108,16 +108,13 @@ def _describe(
     described, new = _described(tracker, name, leaves, position_of)
     tracker.touch(new, f"the result of {name}", new=True)
     mutated: tuple[int, ...] = ()
-    numbered, unchanged = new, arguments
+    numbered, owners = new, [*enumerate(arguments), *(() if watch is None else watch.attributes())]
     if changed:
         mutated = tuple([position_of[id(tensor)] for tensor, *_ in changed])
         numbered = unique([*(tensor for tensor, *_ in changed), *(one for *_, also in changed for one in also)]) + new
         # the record says already that the others change: their memory needs no lender
-        unchanged = [None if position in mutated else argument for position, argument in enumerate(arguments)]
-    lent = {position for leaf in new for position in tracker.in_place.lend(leaf, len(tracker.calls), unchanged)}
-    for effect, own in effects:
-        if effect.in_place:  # who writes to a view writes to its base
-            numbered += tracker.in_place.behind(own[0])
+        owners = [(at, owner) for at, owner in owners if at not in mutated]
+    lent = {at for leaf in new for at in tracker.in_place.lend(leaf, len(tracker.calls), owners)}
     numbers, differentiable = tracker.numbers.give_all(numbered)
     return CallRecord(
         name,
@@ -130,7 +127,7 @@ def _describe(
         popped,
         tuple([effect for effect, _ in effects]),
         None if watch is None else container_number(watch.containers, result),
-        tuple(sorted(lent)),
+        tuple(sorted(lent, key=str)),
     )
 
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import attribute_of, owner_of
-from lightning_pipe.intercept.kept_state import Place, is_own
+from lightning_pipe.intercept.kept_state import Place, is_own, written
 from lightning_pipe.intercept.objects import ObjectStates, objects_of
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.intercept.tensor_state import memory_of, same_objects, version_of
+from lightning_pipe.intercept.tensor_state import has_changed, same_objects, state_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
@@ -36,7 +37,6 @@ class Effect(NamedTuple):
         container: for a changed list or dictionary, its number among those in the arguments.
         path: for an attribute, the dotted path from the layer to the module that keeps it.
         attribute: its name.
-        in_place: whether the attribute is the tensor that it was, and has changed or is what a result is a view of.
         object: for a changed object, its number among those that the arguments lead to; its state is ``structure``.
     """
 
@@ -45,7 +45,6 @@ class Effect(NamedTuple):
     container: int | None = None
     path: str = ""
     attribute: str = ""
-    in_place: bool = False
     object: int | None = None
 
     @property
@@ -81,7 +80,7 @@ class Watch:
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
         self._objects, self._shown = ObjectStates(leaves), objects
-        self._attributes: dict[tuple[str, str], _State] | None = None
+        self._attributes: dict[Place, _State] | None = None
         self._kept: Snapshot | None = None
         self.foreign: Mapping[str, nn.Module] = {}
         self._foreign: Snapshot | None = None
@@ -101,20 +100,20 @@ class Watch:
         self._kept = Snapshot({path: part for path, part in self.module.named_modules() if is_own(part)})
         self.foreign, self._foreign = foreign, Snapshot(foreign)
 
-    def attributes(self) -> Iterator[Tensor]:
+    def attributes(self) -> Iterator[tuple[Place, Tensor]]:
         """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""
-        for state in (self._attributes or {}).values():
-            yield from (leaf for leaf in state.leaves if isinstance(leaf, Tensor))
+        for place, state in (self._attributes or {}).items():
+            yield from ((place, leaf) for leaf in state.leaves if isinstance(leaf, Tensor))
 
-    def effects(self, results: Sequence[Any], derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, list[Any]]]:
+    def effects(self, derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, list[Any]]]:
         """What has changed since, with its leaves.
 
         Args:
-            results: the leaves of the call's result.
             derived: whether a tensor comes from a layer or a parameter; other stages know of such a change by itself.
 
         Raises:
             ChangedObjectError: an argument of another kind has changed.
+            CutError: a tensor that the module keeps has changed in place.
         """
         if not self._shown:
             self._objects.check_unchanged(self.name)
@@ -125,7 +124,7 @@ class Watch:
         for number, state, tensors in self._objects.changes(self.name) if self._shown else ():
             yield Effect(len(tensors), state, object=number), list(tensors)
         if self._attributes is not None:
-            yield from self._attribute_effects(self._attributes, results, derived)
+            yield from self._attribute_effects(self._attributes, derived)
 
     def kept(self) -> dict[Place, list[Any]]:
         """Where the call has changed what its module keeps, with the lists, dictionaries and objects that changed."""
@@ -154,22 +153,21 @@ class Watch:
         return {id(each): each for each in (*changed, *(new for new in objects_of(leaves) if id(new) not in before))}
 
     def _attribute_effects(
-        self, attributes: dict[tuple[str, str], _State], results: Sequence[Any], derived: Callable[[Tensor], bool]
+        self, attributes: dict[Place, _State], derived: Callable[[Tensor], bool]
     ) -> Iterator[tuple[Effect, list[Any]]]:
-        # of a result that is a view of an attribute: a later change in place reaches the attribute
-        memories = {memory_of(leaf) for leaf in results if isinstance(leaf, Tensor)} - {None} if attributes else ()
         for (path, attribute), value in _attributes(self.module):
             leaves, structure = tree_flatten(value)
             known = attributes.get((path, attribute))
-            effect = Effect(len(leaves), structure, path=path, attribute=attribute)
             if known is not None and known.value is value and not isinstance(value, Tensor):
                 continue  # what grows from call to call stays with its stage
             if known is None or not same_objects(leaves, known.leaves):
-                yield effect, leaves
-            elif any(isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves):
-                continue
-            elif known.changed() or (isinstance(value, Tensor) and memory_of(value) in memories):
-                yield effect._replace(in_place=isinstance(value, Tensor)), leaves
+                yield Effect(len(leaves), structure, path=path, attribute=attribute), leaves
+            elif known.changed() and not any(isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves):
+                raise CutError(
+                    f"'{self.name}' changes `{written(self.name, path, attribute)}` in place, a tensor that is no "
+                    "buffer: other stages would not see it.",
+                    hint="Register it as a buffer, or set another tensor in its place: `self.x = self.x * 0.9`.",
+                )
 
 
 class _State:
@@ -177,15 +175,11 @@ class _State:
 
     def __init__(self, value: Any) -> None:
         self.value, self.leaves = value, tree_leaves(value)
-        self._versions = self._count()
-
-    def _count(self) -> list[int | None]:
-        return [version_of(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self._states = [(leaf, state_of(leaf)) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def changed(self) -> bool:
-        """Whether they have changed in place; where nobody counts, they are taken to have."""
-        versions = self._count()
-        return None in versions or versions != self._versions
+        """Whether they have changed in place."""
+        return any(has_changed(*each) for each in self._states)
 
 
 class AttributeSearch:
@@ -210,7 +204,6 @@ class Attributes:
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
-        self._filled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
         """Let the part of ``module`` that the effect names keep ``value``."""
@@ -219,25 +212,14 @@ class Attributes:
         self._before.setdefault((id(owner), effect.attribute), (owner, owner.get(effect.attribute, self)))
         owner[effect.attribute] = value
 
-    def same(self, module: nn.Module, effect: Effect, spec: Any) -> Tensor | None:
-        """The tensor that an attribute holds here too, and that the call changes in place on another stage."""
-        value = vars(module.get_submodule(effect.path)).get(effect.attribute)
-        same = isinstance(value, Tensor) and (tuple(value.shape), value.dtype) == (spec.shape, spec.dtype)
-        return value if same else None
-
-    def filled(self, tensor: Tensor, before: Tensor) -> None:
-        """What such a tensor holds has come from the other stage; ``before`` holds what it held here."""
-        self._filled[id(tensor)] = tensor, before
-
     def restore(self) -> None:
         """Put everything back as it was: this rank may run the layer too, for other micro-batches."""
         for (_, attribute), (owner, value) in self._before.items():
             if value is self:
                 owner.pop(attribute, None)
             else:
-                owner[attribute] = self._filled.get(id(value), (value, value))[1]
+                owner[attribute] = value
         self._before.clear()
-        self._filled.clear()
 
 
 def containers_in(values: Iterable[Any]) -> Iterator[Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import Lender
+from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
@@ -32,7 +34,7 @@ class InPlace:
 
     def __init__(self, numbers: Numbers, parameter_use: ParameterUse, *, partial: bool) -> None:
         self._numbers, self._parameter_use, self._partial = numbers, parameter_use, partial
-        self._lent: dict[int, tuple[Any, tuple[int, int]]] = {}
+        self._lent: dict[int, tuple[Any, Lender]] = {}
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
         """What a call is given, to find out with `changed` what it did to it."""
@@ -57,13 +59,13 @@ class InPlace:
         base = tensor._base
         return () if base is None or self._numbers.derived(tensor) else (base,)
 
-    def lend(self, result: Tensor, call: int, arguments: Sequence[Any]) -> Sequence[int]:
-        """The arguments whose memory a layer's result shares, of those that every stage has for itself.
+    def lend(self, result: Tensor, call: int, owners: Iterable[tuple[int | Place, Any]]) -> Sequence[int | Place]:
+        """Whose memory a layer's result shares, of the tensors that every stage has for itself.
 
         Args:
             result: a leaf of what the layer returns.
             call: the position of its call among those outside layers.
-            arguments: the leaves of what it is given.
+            owners: the leaves of its arguments with their positions, and its attributes with their places.
         """
         if result.grad_fn is not None and result._base is None:
             return ()  # the usual case: new memory
@@ -71,22 +73,17 @@ class InPlace:
         if memory is None:
             return ()
         lent = [
-            position
-            for position, argument in enumerate(arguments)
-            if isinstance(argument, Tensor) and not self._numbers.derived(argument) and memory_of(argument) == memory
+            at
+            for at, owner in owners
+            if isinstance(owner, Tensor) and not self._numbers.derived(owner) and memory_of(owner) == memory
         ]
-        for position in lent:
-            self._note_lent(result, (call, position))
+        if lent:  # of several with this memory the last one stands for all
+            storage = result.untyped_storage()
+            self._lent[memory] = storage, (call, lent[-1])  # kept, so that no other storage gets its address
         return lent
 
-    def _note_lent(self, tensor: Tensor, lender: tuple[int, int]) -> None:
-        """Note that ``tensor`` shares the memory of an argument that every stage has for itself."""
-        memory = tensor.untyped_storage()
-        # Of several arguments with this memory the last one stands for all.
-        self._lent[memory._cdata] = (memory, lender)  # kept, so that no other storage gets its address
-
-    def lender_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Which argument a derived tensor shares its memory with, of those that every stage has for itself."""
+    def lender_of(self, tensor: Tensor) -> Lender | None:
+        """Which tensor that every stage has for itself a derived one shares its memory with."""
         if not self._lent or not self._numbers.derived(tensor):
             return None
         _, lender = self._lent.get(memory_of(tensor) or 0, (None, None))
@@ -97,8 +94,8 @@ class InPlace:
         for tensor in changed:
             if self._partial and self.lender_of(tensor) is not None:
                 raise CutError(
-                    f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} in place, and an argument of the "
-                    "layer that returned it shares its memory; other stages have that argument as it was.",
+                    f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} in place, and an argument or "
+                    "attribute of the layer that returned it shares its memory; other stages have that as it was.",
                     hint="Use the out-of-place form, or .clone() one of them.",
                 )
 

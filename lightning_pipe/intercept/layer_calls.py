@@ -242,7 +242,7 @@ class LayerCalls:
             return
         watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self._objects)
         watch.seek(self.cache.foreign(*self._running))
-        numbers = map(self.tracker.numbers.of, watch.attributes())
+        numbers = (self.tracker.numbers.of(tensor) for _, tensor in watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
 
     def _skipped(

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.arrival import Arrival
-from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
+from lightning_pipe.intercept.call_record import CallRecord, Lender, LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -104,7 +104,7 @@ def check_plain(tensor: Tensor, layer: str) -> None:
         )
 
 
-def entry_of(number: int, tensor: Tensor, shared: bool, lender: tuple[int, int] | None) -> LiveTensor:
+def entry_of(number: int, tensor: Tensor, shared: bool, lender: Lender | None) -> LiveTensor:
     """The entry of a tensor in the path of the cut; see `LiveTensor`."""
     spec = TensorSpec.of(tensor)
     # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).

@@ -20,8 +20,5 @@ class ParameterUse(Protocol):
     def run(self, module: str) -> None:
         """Note that this stage runs an outside module."""
 
-    def may_run(self, module: str) -> bool:
-        """Whether this rank computes a layer, or may come to run an outside module."""
-
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module, ``None`` for other tensors."""

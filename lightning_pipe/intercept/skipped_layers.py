@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
+from lightning_pipe.intercept.call_record import CallRecord, Lender, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Attributes, containers_in, replace_contents
 from lightning_pipe.intercept.inner_hooks import act
 from lightning_pipe.intercept.layer_calls import RunCache
@@ -35,8 +35,7 @@ class SkippedLayers:
     Attributes:
         attributes: what skipped layers keep as attributes.
         modules: those that it has answered for.
-        kept: the tensors held here, and their layers, that a skipped layer changes in place in its attributes.
-        lenders: arguments whose memory a skipped layer's result may share, by the positions of call and argument.
+        lenders: arguments and attributes whose memory a skipped layer's result may share; see `LiveTensor`.
     """
 
     def __init__(
@@ -50,8 +49,7 @@ class SkippedLayers:
         self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
         self.attributes, self._cache = Attributes(), cache
         self.modules: list[nn.Module] = []
-        self.kept: list[tuple[Tensor, str]] = []
-        self.lenders: dict[tuple[int, int], Tensor] = {}
+        self.lenders: dict[Lender, Tensor] = {}
 
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call that another rank runs, with placeholders for its tensors."""
@@ -81,17 +79,15 @@ class SkippedLayers:
             # in the order of the record: what was given and changed, then what is new
             written = tracker.in_place.written([arguments[position] for position in call.mutated])
             tracker.in_place.forget(written, name)
-        for position in call.lent:
-            self.lenders[len(tracker.calls) - 1, position] = arguments[position]
-        kept = self._kept_here(module, call) if call.effects else {}
+        for at in call.lent:
+            owner = arguments[at] if isinstance(at, int) else vars(module.get_submodule(at[0])).get(at[1])
+            if isinstance(owner, Tensor):
+                self.lenders[len(tracker.calls) - 1, at] = owner
         old = self._old(call)
         if old:
             tracker.in_place.forget([*old.values()], name)
-        leaves, new = self._leaves(call, arguments, {**kept, **old})
-        behind = [base for tensor in kept.values() for base in tracker.in_place.behind(tensor)] if kept else []
-        tracker.follow([*written, *new, *behind], call)
-        for tensor in kept.values():
-            self.kept.append((tensor, name))
+        leaves, new = self._leaves(call, arguments, old)
+        tracker.follow([*written, *new], call)
         if call.changing:  # the step may have set it
             anew = {effect.place for effect in call.effects}
             self._cache.state.answered(module, call.changing, anew)
@@ -110,14 +106,14 @@ class SkippedLayers:
         return Placeholder.of(leaf, self._device)
 
     def _leaves(
-        self, call: CallRecord, arguments: list[Any], kept: Mapping[int, Tensor]
+        self, call: CallRecord, arguments: list[Any], old: Mapping[int, Tensor]
     ) -> tuple[list[Any], list[Tensor]]:
         """What stands for the leaves of a call, and the tensors among them that are no arguments."""
         leaves: list[Any] = []
         new: list[Tensor] = []
         for number, leaf in enumerate(call.leaves):
             if isinstance(leaf, (TensorSpec, Seen)):
-                leaves.append(kept[number] if number in kept else self._placeholder_for(leaf))
+                leaves.append(old[number] if number in old else self._placeholder_for(leaf))
                 new.append(leaves[-1])
             elif isinstance(leaf, Passed):
                 leaves.append(arguments[leaf.argument])
@@ -148,25 +144,6 @@ class SkippedLayers:
             del leaves[-len(call.stashed) :]
         return tree_unflatten(leaves, call.structure) if call.container is None else containers[call.container]
 
-    def _kept_here(self, module: nn.Module, call: CallRecord) -> dict[int, Tensor]:
-        """Attributes of a skipped layer that change in place where it runs: the tensors here, by number of leaf.
-
-        They stay what they are until their values come, and must come before they are used.
-        """
-        kept: dict[int, Tensor] = {}
-        number = len(call.leaves)
-        for effect in reversed(call.effects):
-            number -= effect.size
-            if not effect.in_place:
-                continue
-            leaf = call.leaves[number]
-            place = leaf.leaf if isinstance(leaf, Repeated) else number
-            spec = call.leaves[place]
-            tensor = self.attributes.same(module, effect, spec) if isinstance(spec, TensorSpec) else None
-            if tensor is not None:
-                kept[place] = tensor
-        return dict(reversed(kept.items()))
-
     def _old(self, call: CallRecord) -> dict[int, Tensor]:
         """Tensors in objects that a skipped layer has changed, of which this rank has a value, by number of leaf.
 
@@ -181,10 +158,3 @@ class SkippedLayers:
             for number, tensor in found.items()
             if tensor is not None and not isinstance(tensor, Placeholder)
         }
-
-    def missing(self, values: Mapping[int, Tensor]) -> Iterator[tuple[int, str]]:
-        """The numbers of the tensors kept here whose value did not come, and their layers."""
-        for tensor, name in self.kept:
-            number = self._tracker.numbers.of(tensor)
-            if number is not None and number not in values and not isinstance(tensor, Placeholder):
-                yield number, name

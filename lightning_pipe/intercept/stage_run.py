@@ -120,7 +120,7 @@ class StageRun:
         self.tracker.come_back = None if training else self._come_back
         self.tracker.digest.thorough = thorough
         self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
-        self.arrival = Arrival(inbound, self.tracker, self.skipped_layers, parameter_use)
+        self.arrival = Arrival(inbound, self.tracker, self.skipped_layers)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
 
     @property

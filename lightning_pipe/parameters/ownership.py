@@ -208,10 +208,6 @@ class Ownership:
         """Note that this rank runs an outside module, and so decides about its buffers."""
         self.used.add(f"{module}.")
 
-    def may_run(self, module: str) -> bool:
-        """Whether this rank computes a layer, or may come to run an outside module."""
-        return self.rank in self._ranks_of.get(module, (self.rank,))
-
     def name_of(self, tensor: Tensor) -> str | None:
         """The dotted name of a parameter or buffer of the module."""
         known = self._names.get(id(tensor))

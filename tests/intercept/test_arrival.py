@@ -19,7 +19,7 @@ from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
 from lightning_pipe.tensor_spec import TensorSpec
 from tests.intercept.test_skipped_layers import run_cache
-from tests.intercept.test_tracker import Uses, tracker
+from tests.intercept.test_tracker import tracker
 
 
 def recorded(*, shared: bool = False) -> Crossing:
@@ -36,7 +36,7 @@ def arrival(inbound: Crossing) -> tuple[Arrival, Tracker]:
     second = tracker(list(inbound.path.calls))
     surroundings, device = Surroundings(lambda *_: nullcontext()), torch.device("cpu")
     skipped = SkippedLayers(second, surroundings, StepStore(), device, run_cache())
-    return Arrival(inbound, second, skipped, Uses()), second  # type: ignore[arg-type]
+    return Arrival(inbound, second, skipped), second
 
 
 def test_placeholders_become_what_has_come() -> None:

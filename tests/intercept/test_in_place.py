@@ -47,9 +47,9 @@ def test_memory_that_a_result_shares_with_an_argument_must_not_change(in_place: 
     x = torch.ones(2, 3)
     flat = x.flatten()
     in_place._numbers.give(flat)
-    assert in_place.lend(flat, 4, [None, x]) == [1]
+    assert in_place.lend(flat, 4, enumerate([None, x])) == [1]
     assert in_place.lender_of(flat) == (4, 1)
-    with pytest.raises(CutError, match="an argument of the layer that returned it shares its memory"):
+    with pytest.raises(CutError, match="an argument or attribute of the layer that returned it shares its memory"):
         in_place.check_not_lent([flat], "add_")
 
 

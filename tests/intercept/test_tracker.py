@@ -26,9 +26,6 @@ class Uses:
     def run(self, module: str) -> None:
         pass
 
-    def may_run(self, module: str) -> bool:
-        return True
-
     def name_of(self, tensor: Tensor) -> str | None:
         return None
 
