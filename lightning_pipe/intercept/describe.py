@@ -104,7 +104,7 @@ def _describe(
         leaves += [leaf for _, own in effects for leaf in own]
         # of an object's tensors most are those that the other ranks know
         known = [tracker.numbers.of(leaf) for effect, own in effects if effect.object is not None for leaf in own]
-        tracker.shown.update(number for number in known if number is not None)
+        tracker.numbers.shown.update(number for number in known if number is not None)
     described, new = _described(tracker, name, leaves, position_of)
     tracker.touch(new, f"the result of {name}", new=True)
     mutated: tuple[int, ...] = ()
@@ -155,7 +155,7 @@ def _described(
         elif isinstance(leaf, Tensor):
             known = tracker.numbers.of(leaf)
             spec = TensorSpec.of(leaf)
-            described.append(Seen(known, spec) if known is not None and known in tracker.shown else spec)
+            described.append(Seen(known, spec) if known is not None and known in tracker.numbers.shown else spec)
             new.append(leaf)
         else:
             raise CutError(

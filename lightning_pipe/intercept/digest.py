@@ -69,15 +69,12 @@ class Digest:
         thorough: whether the words of layers that run here count what their code names.
         words: those of the calls so far.
         expected: those of the previous stage up to its cut.
-        in_function: whether an autograd Function is being applied, in which stages draw other numbers. Those of a stage
-            that waits go nowhere, so it counts which function has drawn them.
     """
 
     def __init__(self, numbers: Numbers, name_of: Callable[[Tensor], str | None], *, idle: bool = False) -> None:
         self.idle, self.thorough = idle, False
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
-        self.in_function = False
         self._numbers, self._name_of, self._word = numbers, name_of, 0
         # a tensor may outlive a run as an attribute: the mark of an earlier run does not count
         self._token = next(_tokens)
@@ -90,29 +87,24 @@ class Digest:
             if isinstance(leaf, Tensor):
                 self._batch[id(leaf)] = leaf, mix(position)
 
-    def draw(self, name: str, left: Iterable[Tensor], generator: torch.Generator | None = None) -> None:
-        """A function of that name draws, from the stream of the code around or a generator, and leaves ``left``."""
+    def draw(self, name: str, generator: torch.Generator | None = None) -> None:
+        """A function of that name draws, from the stream of the code around or a generator."""
         # ranks that have drawn different functions are at different places of the stream from here on
         self._word = mix(self._word, _name(name))
-        if generator is None and self.in_function:
-            self._mark(left, self._word)
-        elif generator is not None and generator.device.type != "cpu":  # else what it draws counts by its values
+        if generator is not None and generator.device.type != "cpu":  # else what it draws counts by its values
             self._word = mix(self._word, zlib.crc32(generator.get_state().numpy().data))
 
     def call(self, name: str, leaves: Iterable[Any], module: nn.Module | None = None) -> None:
         """A function or module is called, here or on an earlier stage, with such leaves of its arguments."""
         if not self.idle:
-            self.surround(name, leaves, 0 if module is None else 1 + module.training)
+            mode = 0 if module is None else 1 + module.training
+            self._word = mix(self._word, _name(name), mode, *[self.of(leaf) for leaf in leaves])
             self.words.append(self._word & ~1)
-
-    def surround(self, name: str, leaves: Iterable[Any], mode: int = 0) -> None:
-        """What is called next is called within a function of that name, which is given such leaves."""
-        self._word = mix(self._word, _name(name), mode, *[self.of(leaf) for leaf in leaves])
 
     def count(self, name: str, value: Any) -> None:
         """The step sets an attribute, with which the layers that are called next may compute."""
         if not self.idle:
-            self.surround(name, [value])
+            self._word = mix(self._word, _name(name), self.of(value))
 
     def referred(self, values: Iterable[tuple[Place, Any]]) -> dict[Place, int]:
         """A number for each value that the code of a layer names."""
@@ -154,9 +146,6 @@ class Digest:
         if self.idle or not (of_batch or any(not tensor.is_cpu for tensor in left)):
             return
         number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
-        self._mark(left, number)
-
-    def _mark(self, left: Iterable[Tensor], number: int) -> None:
         for tensor in left:
             if id(tensor) in self._batch:
                 self._batch[id(tensor)] = tensor, number

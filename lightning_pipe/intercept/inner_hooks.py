@@ -129,7 +129,7 @@ def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, ar
             described.append(Unseen(type(leaf).__qualname__))
         else:
             number = tracker.numbers.give(leaf)
-            tracker.shown.add(number)
+            tracker.numbers.shown.add(number)
             described.append(TensorSpec.of(leaf) if known is None else Seen(number, TensorSpec.of(leaf)))
             numbered.append(leaf)
     numbers, differentiable = tracker.numbers.give_all(numbered)

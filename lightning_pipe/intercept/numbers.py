@@ -25,11 +25,13 @@ class Numbers:
 
     Attributes:
         unfilled: by number why a tensor does not have the value that it has on an earlier stage.
+        shown: those of the tensors that hooks inside layers, and objects, have been given.
         following: the number that the next new tensor gets.
     """
 
     def __init__(self) -> None:
         self.unfilled: dict[int, str] = {}
+        self.shown: set[int] = set()
         # Tensors may outlive a run, as attributes, and other runs number them anew: a mark counts with its token alone.
         self._token = next(_tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.arrival import Arrival
-from lightning_pipe.intercept.call_record import CallRecord, Lender, LiveTensor, RunRecord
+from lightning_pipe.intercept.call_record import Lender, LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -27,15 +27,11 @@ if TYPE_CHECKING:
 
 def check_surroundings(run: StageRun, name: str, layer: nn.Module | None) -> None:
     """Raise if something surrounds layers on both sides of the cut before ``layer`` that cannot be cut."""
-    surroundings, calls = run.surroundings, len(run.tracker.calls)
-    unit, around = surroundings.whole_unit, surroundings.checkpoint
-    if unit is not None:
-        unit.check_whole(run, name)
-        calls = unit.calls
-    elif run.training and surroundings.unit is None:
+    around = run.surroundings.checkpoint
+    if run.training:
         check_not_hidden(name)
-    check_not_divided(surroundings.hooked, name, layer)
-    if around is not None and around.reentrant and around.begin < calls:
+    check_not_divided(run.surroundings.hooked, name, layer)
+    if around is not None and around.reentrant and around.begin < len(run.tracker.calls):
         raise CutError(
             f"the cut before layer '{name}' lies inside a checkpoint with use_reentrant=True, which computes without "
             "gradients at first: none would come back over the cut.",
@@ -50,12 +46,7 @@ def check_surroundings(run: StageRun, name: str, layer: nn.Module | None) -> Non
 
 
 def crossings_of(
-    stage: StageLayers,
-    tracker: Tracker,
-    arrival: Arrival,
-    routed: Mapping[int, int],
-    calls: tuple[CallRecord, ...],
-    following: int,
+    stage: StageLayers, tracker: Tracker, arrival: Arrival, routed: Mapping[int, int]
 ) -> dict[int, Crossing]:
     """What leaves a stage at its cut, by the stage that receives it: the numbered tensors that are alive.
 
@@ -64,21 +55,17 @@ def crossings_of(
         tracker: that of the run.
         arrival: what the stage has received: it may go on to the next one.
         routed: the numbers of tensors that go to another stage than the next, with that stage.
-        calls: the calls up to the cut.
-        following: the first number that belongs behind the cut.
     """
     alive = [
         (number, tensor)
         for number, tensor in sorted(tracker.numbers.alive(), key=lambda pair: pair[0])
-        if number < following
-        and not isinstance(tensor, (Placeholder, nn.Parameter))
-        and number not in tracker.numbers.unfilled
+        if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in tracker.numbers.unfilled
     ]
     for _, tensor in alive:  # all of them: which ones the next stages use is known after the batch alone
         check_plain(tensor, stage.next_name)
     # What came as copies of one memory still stands for one memory where it goes next.
     shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in arrival.copied}
-    next_stage = stage.stage + 1
+    calls, next_stage = tuple(tracker.calls), stage.stage + 1
     leaving: dict[int, list[tuple[LiveTensor, Tensor]]] = {next_stage: []}
     for number, tensor in alive:
         lender = tracker.in_place.lender_of(tensor) or arrival.lenders.get(number)

@@ -51,7 +51,7 @@ from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
-from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
+from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden, check_not_within
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore, stored_in
 from lightning_pipe.torch_internals import tree_leaves
@@ -236,6 +236,7 @@ class StageRun:
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         name, own = self.stage.names[number], self.stage.layers
+        check_not_within(self.tracker, name)
         if not self.training and self.tracker.waiting and self.tracker.expects(AGAIN):
             self._come_back(name)
         number, key = self._numbers.next(number)
@@ -258,6 +259,7 @@ class StageRun:
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
+        check_not_within(self.tracker, name)
         self._numbers.note_outside(name)
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)  # (2)
@@ -286,7 +288,7 @@ class StageRun:
         self.arrival.fill()
         self.tracker.digest.idle = self.stage.last  # nobody compares what follows
         incoming = self.arrival.incoming
-        if self.training and self.surroundings.unit is None and incoming is not None and any(incoming.requires_grad):
+        if self.training and incoming is not None and any(incoming.requires_grad):
             check_not_hidden(self.stage.first_name)
 
     def _come_back(self, name: str, behind: str = "") -> NoReturn:
@@ -320,13 +322,8 @@ class StageRun:
     def _cut(self, layer: nn.Module | None = None) -> NoReturn:
         """The next stage's first ``layer`` is reached, (5): collect what is alive and end the step."""
         check_surroundings(self, self.stage.next_name, layer)
-        calls, following = tuple(self.tracker.calls), self.tracker.numbers.following
-        if (unit := self.surroundings.whole_unit) is not None:  # it begins on the next stage
-            calls, following = calls[: unit.calls], unit.following
         with self.tracker.paused():
-            self.crossings = crossings_of(
-                self.stage, self.tracker, self.arrival, self.layer_calls.routed, calls, following
-            )
+            self.crossings = crossings_of(self.stage, self.tracker, self.arrival, self.layer_calls.routed)
         raise _EndOfStage
 
 

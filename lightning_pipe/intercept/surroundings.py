@@ -1,4 +1,4 @@
-"""What of the user's step is around the code that runs now: checkpoints, Functions, hooks, and its random stream."""
+"""What of the user's step is around the code that runs now: checkpoints, hooks, and its random stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 from torch.utils.hooks import BackwardHook
 
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import Checkpoint
-from lightning_pipe.intercept.torch_patches.autograd_functions import Unit
 
 
 class Surroundings:
@@ -20,7 +19,6 @@ class Surroundings:
 
     Attributes:
         checkpoint: the activation checkpoint.
-        unit: the ``torch.autograd.Function`` that is being applied.
         hooked: the full backward hooks of modules that have begun and not ended, outermost first.
         inner_hook: whether a forward hook on a part of a layer runs.
     """
@@ -28,25 +26,18 @@ class Surroundings:
     def __init__(self, isolated: Callable[..., AbstractContextManager[None]]) -> None:
         self._isolated = isolated
         self.checkpoint: Checkpoint | None = None
-        self.unit: Unit | None = None
         self.hooked: list[BackwardHook] = []
         self.inner_hook = False
-
-    @property
-    def whole_unit(self) -> Unit | None:
-        """The Function that is being applied if a cut must not divide it."""
-        return self.unit if self.unit is not None and self.unit.differentiable else None
 
     def stream(self, *key: int) -> AbstractContextManager[None]:
         """The random stream of ``key``; without a key that of the code around, which goes on.
 
         A checkpoint runs its code again in the backward pass, so it notes the streams in order; hooks inside its layers
-        run again as parts of these. The backward of a Function restores the generator's state by itself: all that draws
-        inside it draws from one stream.
+        run again as parts of these.
         """
         if self.checkpoint is None:
-            return self._isolated(*key) if key and self.whole_unit is None else nullcontext()
-        if self.whole_unit is not None or self.inner_hook:
+            return self._isolated(*key) if key else nullcontext()
+        if self.inner_hook:
             return nullcontext()
         # Made anew by each call: the checkpoint enters it once now and once more in its second run.
         stream = partial(self._isolated, *key) if key else nullcontext

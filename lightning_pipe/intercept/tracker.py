@@ -65,10 +65,12 @@ class Tracker(TorchFunctionMode):
         alone: as given.
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
         changing: told which tensors a function is about to change in place; ``None``: nobody asks.
+        function: the ``torch.autograd.Function`` that is being applied, if any.
     """
 
     come_back: Callable[[str], None] | None = None
     changing: Callable[[Sequence[Tensor], str], None] | None = None
+    function = ""
 
     def __init__(
         self,
@@ -82,7 +84,6 @@ class Tracker(TorchFunctionMode):
         super().__init__()
         self.calls: list[CallRecord] = []
         self.used: set[int] = set()
-        self.shown: set[int] = set()
         self.waiting = expected is not None
         self.spans: list[tuple[int, int]] = []
         self.numbers = Numbers()
@@ -209,8 +210,8 @@ class Tracker(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record and number one torch call outside layers."""
         kwargs = kwargs or {}
-        if self._off:
-            return func(*args, **kwargs)
+        if self._off or self.function:
+            return self._unrecorded(func, args, kwargs)
         name = function_name(func)
         if name in MIRRORED and len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
             # for `x < h` Python asks h first if it is of a class derived from that of x: a placeholder, for h > x
@@ -233,6 +234,12 @@ class Tracker(TorchFunctionMode):
         self.digest.call(name, leaves)
         return self._answer(name, func, args, kwargs) if self.waiting else self._run(name, func, args, kwargs, tensors)
 
+    def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._off:  # what an autograd Function uses counts, and no more: other stages have its results
+            tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+            self.touch(tensors, function_name(func), new=True)
+        return func(*args, **kwargs)
+
     def _plain(self, name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], tensors: list[Tensor]) -> Any:
         """Call a function of what is not derived: every stage has it, and does the same."""
         changed = changed_in_place(name, args, kwargs)
@@ -245,7 +252,7 @@ class Tracker(TorchFunctionMode):
             with self._around(name, kwargs) or self._stream():
                 result = func(*args, **kwargs)
             if name in RANDOM:
-                self.digest.draw(name, results_of(result, written), kwargs.get("generator"))
+                self.digest.draw(name, kwargs.get("generator"))
         elif (around := self._around(name, kwargs)) is not None:
             with around:
                 result = func(*args, **kwargs)
@@ -278,10 +285,11 @@ class Tracker(TorchFunctionMode):
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         self.touch(tensors, name)
+        before = self.in_place.noted(tensors) if self.function else ()
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
         # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
-        if draws(func, name):
+        if self.function or draws(func, name):
             with self._stream(-1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
@@ -289,8 +297,32 @@ class Tracker(TorchFunctionMode):
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
         # what the code reads may decide its path: stages that wait read the same
         told = values_read(name, result) if not numbers else None if written else new_results(result, tensors)
+        if self.function and self._partial and (told is None or self.in_place.changed(before, name)):
+            raise CutError(
+                f"the torch.autograd.Function '{name}' changes a tensor in place, or returns something else than new "
+                "tensors on the device of what it is given: other stages cannot see it.",
+                hint="Apply it inside a layer.",
+            )
         self.calls.append(CallRecord(name, numbers, differentiable, *(told or ())))
         return result
+
+    def call_function(self, name: str, apply: Any, args: Any, kwargs: Any) -> Any:
+        """Record or follow one application of a ``torch.autograd.Function`` outside layers."""
+        leaves = leaves_of(args, kwargs)
+        self.digest.call(name, leaves)
+        if self.waiting:
+            return self._answer(name, apply, args, kwargs)
+        with self.within(name):
+            return self._run(name, apply, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+    @contextmanager
+    def within(self, function: str) -> Iterator[None]:
+        """While a ``torch.autograd.Function`` is applied."""
+        self.function = function
+        try:
+            yield
+        finally:
+            self.function = ""
 
     def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:
         """What is written to when these change in place; raises if other stages would not see it."""

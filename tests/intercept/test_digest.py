@@ -112,20 +112,9 @@ def test_changes_in_place_and_draws_count() -> None:
     run.follow("add_", [batch, 1], [batch])
     assert run.of(batch) != before
     drawn = digest()
-    drawn.draw("rand", [])
+    drawn.draw("rand")
     drawn.call("mul", [1])
     assert drawn.words != [word(1)]
-
-
-def test_what_is_drawn_in_a_function_counts_by_what_has_drawn_it() -> None:
-    found = []
-    for in_function, value in ((False, 1.0), (False, 2.0), (True, 1.0), (True, 2.0)):
-        run, drawn = digest(), torch.full((2,), value)
-        run.in_function = in_function
-        run.draw("rand", [drawn])
-        found.append(run.of(drawn))
-    assert found[0] != found[1]
-    assert found[2] == found[3]
 
 
 def test_what_an_earlier_run_has_made_counts_by_its_values() -> None:

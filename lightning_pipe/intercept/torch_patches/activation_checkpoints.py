@@ -134,7 +134,7 @@ class _Reentrant(_reentrant):
         if _passes_over():
             return function(*args)
         run = CHECKPOINTS.run
-        if run is not None and not (run.inside or run.surroundings.unit):
+        if run is not None and not (run.inside or run.tracker.function):
             function = Checkpoint(True, len(run.tracker.calls)).first(run, function)
         return _reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
@@ -144,7 +144,7 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         yield
         return
     run = CHECKPOINTS.run
-    if run is None or run.inside or run.surroundings.unit:
+    if run is None or run.inside or run.tracker.function:
         yield from _other(function, *args, **kwargs)
         return
     checkpoint = Checkpoint(False, len(run.tracker.calls))

@@ -36,6 +36,7 @@ from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import leaves_of
+from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_within
 from lightning_pipe.intercept.turns.messages import Mail
 from lightning_pipe.intercept.turns.tracker import TurnTracker
 from lightning_pipe.skip import SkipKey, StepStore, stored_in
@@ -147,6 +148,7 @@ class TurnRun:
 
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
+        check_not_within(self.tracker, self._names[number])
         key = number + len(self._names) * self._calls_of[number]
         self._calls_of[number] += 1
         self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
@@ -159,6 +161,7 @@ class TurnRun:
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
+        check_not_within(self.tracker, name)
         held = [*module.parameters(), *module.buffers()]
         self.tracker.pass_to(self._place(name, held, self.tracker.turn.holder), leaves_of(args, kwargs))
         if self.tracker.waiting:

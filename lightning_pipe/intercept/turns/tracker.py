@@ -213,7 +213,7 @@ class TurnTracker(Tracker):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record or follow one torch call outside layers, on the rank that has the parameters in it."""
-        if not self._off and self._partial:
+        if not (self._off or self.function) and self._partial:
             leaves = leaves_of(args, kwargs or {})
             parameters = [leaf for leaf in leaves if type(leaf) is not Tensor and isinstance(leaf, nn.Parameter)]
             if parameters and function_name(func) not in METADATA:

@@ -1,4 +1,4 @@
-"""Functions with a backward of their own that surround layers: equal to one device, or refused."""
+"""Functions with a backward of their own between and inside layers: equal to one device; around layers: refused."""
 
 from __future__ import annotations
 
@@ -13,35 +13,103 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError
 from tests.support.engine_runs import assert_close, assert_same, pipelined
-from tests.support.function_nets import (
-    Again,
-    AroundCheckpoints,
-    AroundReentrant,
-    FrozenFirst,
-    InLayers,
-    InsideCheckpoints,
-    InsideReentrant,
-    Own,
-    OwnBehind,
-    OwnByVjp,
-    OwnNested,
-    OwnScaled,
-    OwnStored,
-    OwnWithWeights,
-    Prepared,
-    Residual,
-    Reversible,
-    ScaledInLayers,
-    Stored,
-)
 from tests.support.pairs import every_second, pairs
 from tests.support.small_net import WIDTH, Block, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-EXACT = [Own, OwnWithWeights, OwnByVjp, OwnStored, OwnBehind, OwnScaled, ScaledInLayers, OwnNested, Residual, Prepared,
-         InsideCheckpoints, InsideReentrant, AroundCheckpoints, AroundReentrant, InLayers, FrozenFirst]  # fmt: skip
+class Again(Function):
+    """Keeps what it is given alone, and computes again in its backward, with the numbers that it has drawn."""
+
+    @staticmethod
+    def forward(ctx: Any, code: Any, x: Tensor) -> Tensor:
+        ctx.code, ctx.state = code, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return code(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        before = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            y = ctx.code(x)
+        torch.set_rng_state(before)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+class Same(Function):
+    """Returns what it is given; gradients change on their way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.5 * gradient
+
+
+class Scaled(Function):
+    """Has a weight as an argument, and returns two tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, scale)
+        return x * scale, x.detach() * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, other: Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return gradient * scale + other, (gradient * x).sum(0)
+
+
+class Own(Net):
+    """Functions between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4, WIDTH))
+
+    def between(self, h: Tensor) -> Tensor:
+        return Again.apply(torch.sin, h)
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            h = layer(self.between(h))
+            scaled, twice = Scaled.apply(Same.apply(h), self.scale[number])
+            h = scaled + twice.detach() + Same.apply(x[:, :WIDTH] * 0.0)
+        return h
+
+
+class InCheckpoints(Own):
+    reentrant = False
+
+    def between(self, h: Tensor) -> Tensor:
+        return checkpoint(Again.apply, torch.sin, h, use_reentrant=self.reentrant)
+
+
+class InReentrant(InCheckpoints):
+    reentrant = True
+
+
+class Nested(Own):
+    def between(self, h: Tensor) -> Tensor:
+        return Again.apply(lambda x: Again.apply(torch.sin, Same.apply(x)), h)
+
+
+class InLayers(Net):
+    """A Function entirely inside a layer; by a name of its own."""
+
+    class block(Block):
+        again = staticmethod(Again.apply)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.again(super().forward, x) + Again.apply(super().forward, x)
+
+
 RUNS = [
     {"ranks": 2},
     {"ranks": 4, "schedule": "gpipe"},
@@ -51,119 +119,107 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("net", "run"), pairs(EXACT, RUNS, every_second))
-def test_functions_around_layers_equal_one_device(net: type[Net], run: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("net", "run"), pairs([Own, InCheckpoints, InReentrant, Nested, InLayers], RUNS, every_second))
+def test_functions_between_and_inside_layers_equal_one_device(net: type[Net], run: dict[str, Any]) -> None:
     assert_same(net(), batches(2), layers="layers", **run)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_a_function_around_layers_of_one_stage_equals_one_device(schedule: str) -> None:
-    assert_same(Reversible(), batches(2), layers="layers", schedule=schedule)
+class Noisy(Own):
+    """Draws in Functions: in the backward again, or not, since autograd does it."""
+
+    again = False
+
+    def between(self, h: Tensor) -> Tensor:
+        def noisy(h: Tensor) -> Tensor:
+            return F.dropout(F.dropout(h, 0.3) * torch.rand(WIDTH), 0.2)
+
+        return Again.apply(noisy, h) if self.again else Once.apply(noisy, h)
 
 
-class ChangesFirst(Own):
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            h = h * 1.0
-            h = Again.apply(lambda y, layer=layer: layer(y.mul_(0.5)), h)
-        return h
-
-
-class OtherName(Own):
-    """A name that was given to ``apply`` before there was a pipeline."""
-
-    again = staticmethod(Again.apply)
-
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            h = self.again(layer, h)
-        return h
-
-
-class OtherNameInside(OtherName):
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            h = self.again(lambda h, layer=layer: layer(h * 2.0), h)
-        return h
-
-
-@pytest.mark.parametrize(
-    ("net", "message"),
-    [
-        (Reversible, r"the cut before layer 'layers\.1' lies inside the torch\.autograd\.Function 'Coupled'"),
-        (ChangesFirst, r"'Again' changes a tensor in place before it calls layer 'layers\.1'"),
-        (OtherName, r"'Again' calls layer 'layers\.[01]', next to a cut, and was applied under another name"),
-        (OtherNameInside, r"'Again' calls layer 'layers\.1', next to a cut, and was applied under another name"),
-    ],
-)
-def test_functions_that_cannot_be_cut_raise(net: type[Net], message: str) -> None:
-    with pytest.raises(CutError, match=message):
-        pipelined(net(), batches(1), 2, layers="layers", ranks=4)
-
-
-class Drawing(Own):
-    """Draws inside layers and between them; a Function that keeps its graph draws once, others twice."""
-
-    kind: Any = Stored
-
-    class block(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(super().forward(x), 0.3)
-
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        def noisy(layer: Any, h: Tensor) -> Tensor:
-            return F.dropout(layer(F.dropout(h, 0.2)), 0.2) * torch.rand(WIDTH)
-
-        for layer in self.layers:
-            h = self.call(lambda h, layer=layer: noisy(layer, h), h)
-        return h
-
-    def call(self, block: Any, h: Tensor) -> Tensor:
-        return self.kind.apply(block, h)
-
-
-class StoredAgain(Stored):
-    """Does the same in its forward, and does not use what it has kept."""
+class Once(Function):
+    """Keeps the graph of the forward, which ends at the input."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Any, x: Tensor) -> Tensor:
-        ctx.layer, ctx.state = layer, torch.get_rng_state()
-        return Stored.forward(ctx, layer, x)
+    def forward(ctx: Any, code: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = code(ctx.x)
+        return ctx.y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        before = torch.get_rng_state()
-        torch.set_rng_state(ctx.state)
-        with torch.enable_grad():
-            ctx.y = ctx.layer(ctx.x)
-        torch.set_rng_state(before)
-        return Stored.backward(ctx, gradient)
+        return None, *torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)
 
 
-class DrawingAgain(Drawing):
-    kind = StoredAgain
-
-
-class DrawingInCheckpoints(Drawing):
-    def call(self, block: Any, h: Tensor) -> Tensor:
-        return checkpoint(StoredAgain.apply, block, h, use_reentrant=False)
-
-
-class DrawingInReentrant(Drawing):
-    def call(self, block: Any, h: Tensor) -> Tensor:
-        return checkpoint(StoredAgain.apply, block, h, use_reentrant=True)
+class NoisyAgain(Noisy):
+    again = True
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("net", [DrawingAgain, DrawingInCheckpoints, DrawingInReentrant])
-def test_what_is_computed_again_draws_the_same_numbers(net: type[Net], stages: int) -> None:
+def test_what_is_computed_again_draws_the_same_numbers(stages: int) -> None:
     # Threads share torch's generator: one rank at a time.
-    data, model, other = batches(), Drawing(), net()
+    data, model, other = batches(), Noisy(), NoisyAgain()
     other.load_state_dict(model.state_dict())
     expected = pipelined(model, data, 3, ranks=1, stages=2, layers="layers")
     found = pipelined(other, data, 3, ranks=1, stages=stages, layers="layers")
     assert found.losses == pytest.approx(expected.losses, abs=1e-12)
     assert_close(found.values, expected.values, 1e-12)
+
+
+class Around(Net):
+    """One Function around each layer."""
+
+    apply = staticmethod(lambda *args: Again.apply(*args))
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = self.apply(layer, h)
+        return h
+
+
+class OtherName(Around):
+    """A name that was given to ``apply`` before there was a pipeline."""
+
+    apply = staticmethod(Again.apply)
+
+
+class AroundAModule(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def between(self, h: Tensor) -> Tensor:
+        return Again.apply(self.norm, h)
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2.0 * gradient
+
+
+class ChangesInPlace(Own):
+    def between(self, h: Tensor) -> Tensor:
+        return InPlace.apply(h * 1.0)
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (Around, r"'Again\.apply' calls 'layers\.0'"),
+        (AroundAModule, r"'Again\.apply' calls 'norm'"),
+        (OtherName, r"'Again' calls layer 'layers\.[01]', next to a cut, and was applied under another name"),
+        (ChangesInPlace, r"'InPlace\.apply' changes a tensor in place"),
+    ],
+)
+def test_functions_around_layers_and_changes_in_place_raise(net: type[Net], message: str) -> None:
+    with pytest.raises(CutError, match=message):
+        pipelined(net(), batches(1), 2, layers="layers", ranks=4)
 
 
 def test_nothing_stays_patched() -> None:
@@ -187,11 +243,8 @@ class Reformer(nn.Module):
         return self.model(ids, labels=ids).loss
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_reformer_stays_on_one_stage(ranks: int) -> None:
+def test_a_reversible_encoder_is_one_layer() -> None:
     data = [{"ids": torch.randint(11, (4, 16))} for _ in range(2)]
-    if ranks == 1:
-        assert_same(Reformer(), data, 2, layers="model.reformer.encoder.layers", ranks=1)
-    else:
-        with pytest.raises(CutError, match=r"lies inside the torch\.autograd\.Function '_ReversibleFunction'"):
-            pipelined(Reformer(), data, 2, layers="model.reformer.encoder.layers")
+    with pytest.raises(CutError, match=r"'_ReversibleFunction\.apply' calls 'model\.reformer\.encoder\.layers\.0'"):
+        pipelined(Reformer(), data, 2, layers="model.reformer.encoder.layers")
+    assert_same(Reformer(), data, 2, layers=["model.reformer.encoder", "model.lm_head"])
