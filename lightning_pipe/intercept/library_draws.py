@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,15 +42,6 @@ def moved_since(seed: int) -> bool:
     return _python.getrandbits(64) != random.getrandbits(64) or _numpy.random_sample() != np.random.random_sample()
 
 
-@dataclass
-class _Doubt:
-    """A run at whose end the generators had moved: which calls it left alone, which of them are seen to draw now."""
-
-    unseen: set[int | None]
-    drawing: set[int | None] = field(default_factory=set)
-    since: float = field(default_factory=time.monotonic)
-
-
 class LibraryDraws:
     """What one rank has seen of its calls, in training or in evaluations.
 
@@ -61,8 +50,7 @@ class LibraryDraws:
     beginning. If they are not, a layer has begun to draw, or the code around them, or another thread of this process.
     From the next batch on nothing is left alone, so all that is drawn is right again. What was drawn in the run itself
     depends on the division only if two have begun to draw in it: the first has drawn the run's first numbers, on
-    whichever stage it is; the second has gone on behind it only if both are on the same one. So no error blames what
-    another thread has drawn.
+    whichever stage it is; the second has gone on behind it only if both are on the same one.
 
     Args:
         names: the layers, by their number.
@@ -73,7 +61,8 @@ class LibraryDraws:
         self._begun, self._leaves_alone = 0, True
         self._watched: dict[int, set[int]] = {}
         self._drawing: set[int] = set()
-        self._doubts: list[_Doubt] = []
+        # for each run at whose end the generators had moved: calls that it left alone, and those seen to draw since
+        self._doubts: list[tuple[set[int | None], set[int | None]]] = []
 
     @property
     def any(self) -> bool:
@@ -114,39 +103,29 @@ class LibraryDraws:
         """
         moved = moved_since(seed)
         if left_alone and moved:
-            self._doubts.append(_Doubt({*left_alone, _AROUND}))
+            self._doubts.append(({*left_alone, _AROUND}, set()))
         elif not left_alone:
             self._note(_AROUND, moved)
         self._leaves_alone &= not moved
-        for doubt in self._doubts:
-            if len(doubt.drawing) > 1 and not _others_draw(time.monotonic() - doubt.since):
-                raise self._late(doubt.drawing)
-        self._doubts = [doubt for doubt in self._doubts if doubt.unseen and len(doubt.drawing) < 2]
+        for drawing in (drawing for _, drawing in self._doubts if len(drawing) > 1):
+            raise CutError(
+                f"{' and '.join(sorted(map(self._name, drawing)))} draw from Python's or NumPy's random numbers, and "
+                f"have not done so in their first {_BATCHES} batches. What they have drawn in one run since then "
+                "depends on the division into stages.",
+                hint="Draw a number there in every batch, even if it is not used; or draw from torch.rand. Another "
+                "thread of the process needs a generator of its own: random.Random().",
+            )
+        self._doubts = [(unseen, drawing) for unseen, drawing in self._doubts if unseen]
 
     def _note(self, call: int | None, drew: bool) -> None:
         if drew and call is not None:
             self._drawing.add(call)
-        for doubt in self._doubts:
-            if call in doubt.unseen:
-                doubt.unseen.remove(call)
-                doubt.drawing.update({call} if drew else ())
-
-    def _late(self, drawing: Collection[int | None]) -> CutError:
-        return CutError(
-            f"{' and '.join(sorted(map(self._name, drawing)))} draw from Python's or NumPy's random numbers, and have "
-            f"not done so in their first {_BATCHES} batches. What they have drawn in one run since then depends on the "
-            "division into stages.",
-            hint="Draw a number there in every batch, even if it is not used; or draw from torch.rand.",
-        )
+        for unseen, drawing in self._doubts:
+            if call in unseen:
+                unseen.remove(call)
+                drawing.update({call} if drew else ())
 
     def _name(self, call: int | None) -> str:
         if call is None:
             return "the code around the layers"
         return f"layer '{self._names[call]}'" if call >= 0 else "a module outside the layers"
-
-
-def _others_draw(seconds: float) -> bool:
-    """Whether numbers are drawn while this thread waits: in as long a time as there was for those in question."""
-    seed_both(0)
-    time.sleep(min(seconds, 10.0))
-    return moved_since(0)

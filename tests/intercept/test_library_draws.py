@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -143,24 +142,6 @@ def test_of_two_that_begin_in_one_run_one_has_drawn_by_the_division(calls: list[
     rank.run(*calls, around=around)
     with pytest.raises(CutError, match=f"{names} .* have not done so in their first 3 batches"):
         rank.run(*calls, around=around)
-
-
-def test_what_other_threads_draw_is_no_layers() -> None:
-    rank = quiet_rank()
-    ended = threading.Event()
-
-    def draw() -> None:
-        while not ended.wait(0.0):
-            random.random()
-
-    other = threading.Thread(target=draw)
-    other.start()
-    try:
-        for _ in range(20):
-            rank.run(0, 1)  # as if the draws of the thread came there
-    finally:
-        ended.set()
-        other.join(timeout=10)
 
 
 def test_one_number_of_another_thread_costs_time_alone() -> None:
