@@ -9,7 +9,6 @@ from lightning_pipe.internals import check
 
 VERSIONS = {"torch": ">=2.10,<2.16"}
 
-_GRAPH = "a node of the graph tells when it was made, what it takes, and whose tensor it accumulates into"
 _OWN = "replaced for the time of a run: there is no public place to stand"
 
 NAMES = {
@@ -69,7 +68,7 @@ NAMES = {
     "torch.autograd": {"_engine_run_backward": f"behind torch.autograd.grad and every backward; {_OWN}"},
     "torch.autograd.forward_ad": {"_current_level": "nothing goes over a cut inside forward-mode differentiation"},
     "torch.autograd.function.Function": {"_backward_cls": "the type of the nodes that a function of ours makes"},
-    "torch._C._functions.AccumulateGrad": dict.fromkeys(["_sequence_nr", "_input_metadata"], _GRAPH),
+    "torch._C._functions.AccumulateGrad": {"_sequence_nr": "a node of the graph tells when it was made"},
     "torch.utils.hooks.BackwardHook": {"_apply_on_tensors": f"puts a node before and behind a module; {_OWN}"},
     "torch.utils.checkpoint": {
         "CheckpointFunction": f"looked up by checkpoint(use_reentrant=True); {_OWN}",

@@ -21,10 +21,10 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class _Junction:
-    """A node that leads to the input and, by ``edges``, to weights; with the gradients that arrived at it."""
+    """A node that leads to the input, and not by way of it to ``leaves``; with the gradients that arrived at it."""
 
     node: Node
-    edges: list[int]
+    leaves: list[Node]
     gradients: Gradients | None = None
 
 
@@ -79,12 +79,8 @@ class SplitBackward:
         for result, gradient, apart in zip(self.results, self.gradients, self._apart, strict=True):
             if apart:
                 torch.autograd.backward([result], [gradient], retain_graph=True)
-        owners: dict[Node, int] = {}
         for junction in self._junctions:
-            for node in _leaves(junction):
-                owners[node] = owners.get(node, 0) + 1
-        for junction in self._junctions:
-            _finish(junction, exclusive=all(owners[node] == 1 for node in _leaves(junction)))
+            _finish(junction)
         self._junctions.clear()
 
 
@@ -105,13 +101,17 @@ class _Graph:
             leads[node] = node is entry or any(leads[after] for after, _ in node.next_functions if after is not None)
         junctions = []
         for node in order:
-            edges = [i for i, (after, _) in enumerate(node.next_functions) if after is not None and not leads[after]]
-            if leads[node] and edges:
-                junctions.append(_Junction(node, edges))
+            apart = [after for after, _ in node.next_functions if after is not None and not leads[after]]
+            if leads[node] and apart:
+                leaves = [leaf for leaf in _postorder(apart) if not leaf.next_functions]
+                junctions.append(_Junction(node, leaves))
         # A junction runs in both halves. The backward of a Function may do more than return gradients: once, then.
         indivisible = any(isinstance(junction.node, BackwardCFunction) for junction in junctions)
         # A reentrant checkpoint runs a backward pass of its own, which torch refuses in the first half (torch 2.13).
         indivisible = indivisible or any("CheckpointFunction" in node.name() for node in order)
+        # Weights that two junctions lead to: asked for by name, autograd would go to them from one by way of the other.
+        found = [leaf for junction in junctions for leaf in junction.leaves]
+        indivisible = indivisible or len(found) > len(set(found))
         return cls(junctions, {node for node in order if leads[node]}, indivisible)
 
 
@@ -132,12 +132,6 @@ def _postorder(roots: Sequence[Node]) -> list[Node]:
     return order
 
 
-def _leaves(junction: _Junction) -> list[Node]:
-    """The nodes of the weights that a junction leads to, not by way of the input."""
-    starts = [junction.node.next_functions[edge][0] for edge in junction.edges]
-    return [node for node in _postorder([s for s in starts if s is not None]) if not node.next_functions]
-
-
 def _has_hooks(node: Node) -> bool:
     """Whether the user has registered hooks on a node. All of one kind are in one dictionary, which a handle knows."""
     handles = node.register_prehook(lambda gradients: None), node.register_hook(lambda gradients, arrived: None)
@@ -154,35 +148,16 @@ def _keep(junction: _Junction) -> Any:
     return hook
 
 
-def _finish(junction: _Junction, *, exclusive: bool) -> None:
-    """Go on from a junction towards its weights.
-
-    Args:
-        junction: where to start.
-        exclusive: no other junction leads to the same weights. Then autograd may be asked for them by name, and
-            computes nothing else. Otherwise it would find them through the input as well, and count them twice; so
-            the node is called by hand.
-    """
+def _finish(junction: _Junction) -> None:
+    """Go on from a junction towards its weights, to which no other one leads: autograd computes nothing else."""
     if junction.gradients is None or all(gradient is None for gradient in junction.gradients):
         return
-    if exclusive:
-        # `AccumulateGrad` nodes alone have a variable
-        weights = [node.variable for node in _leaves(junction) if hasattr(node, "variable")]
-        if weights:
-            edges = [GradientEdge(junction.node, i) for i, g in enumerate(junction.gradients) if g is not None]
-            arrived = [gradient for gradient in junction.gradients if gradient is not None]
-            torch.autograd.backward(edges, arrived, retain_graph=True, inputs=weights)
-        return
-    passed_on = junction.node(*junction.gradients)  # type: ignore[operator]
-    passed_on = passed_on if isinstance(passed_on, tuple) else (passed_on,)
-    for edge in junction.edges:
-        node, number = junction.node.next_functions[edge]
-        gradient = passed_on[edge]
-        if node is not None and gradient is not None:
-            # What autograd does between two nodes: undo broadcasting and promotion.
-            expected = node._input_metadata[number]
-            gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
-            torch.autograd.backward([GradientEdge(node, number)], [gradient], retain_graph=True)
+    # `AccumulateGrad` nodes alone have a variable
+    weights = [node.variable for node in junction.leaves if hasattr(node, "variable")]
+    if weights:
+        edges = [GradientEdge(junction.node, i) for i, g in enumerate(junction.gradients) if g is not None]
+        arrived = [gradient for gradient in junction.gradients if gradient is not None]
+        torch.autograd.backward(edges, arrived, retain_graph=True, inputs=weights)
 
 
 def _node_of(tensor: Tensor) -> Node:
