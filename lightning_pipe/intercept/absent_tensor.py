@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pipe.construction import attributes_of
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.placeholder import Placeholder, shape_only
-from lightning_pipe.intercept.torch_functions import RANDOM, changed_in_place, function_name
+from lightning_pipe.intercept.torch_functions import AUTOGRAD, METADATA, RANDOM, changed_in_place, function_name
 from lightning_pipe.local_parts import is_divided
 from lightning_pipe.torch_internals import (
     DisableTorchFunction,
@@ -26,22 +26,9 @@ from lightning_pipe.torch_internals import (
     tree_map,
 )
 
-# Functions that look at a tensor without its value.
-_METADATA = frozenset(
-    [
-        *["size", "dim", "stride", "numel", "nelement", "element_size", "storage_offset", "ndimension", "get_device"],
-        *["is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_tensor", "has_names", "__len__"],
-        *[
-            "__hash__",
-            "untyped_storage",
-            "data_ptr",
-            "requires_grad_",
-            "register_hook",
-            "register_post_accumulate_grad_hook",
-            "retain_grad",
-        ],
-    ]
-)
+# Functions that need no value, and do not show any.
+_NEEDS_NONE = (METADATA - {"__repr__", "__str__", "__format__"}) | AUTOGRAD
+_NEEDS_NONE |= {"untyped_storage", "data_ptr", "register_post_accumulate_grad_hook"}
 # Functions whose result has the same values, elsewhere or in another form.
 _SAME = frozenset(["clone", "detach", "contiguous"])
 _MOVED = frozenset(["to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "type_as"])
@@ -163,7 +150,7 @@ class AbsentTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function_name(func)
         with DisableTorchFunctionSubclass():
-            if name in _METADATA or (name.rpartition(".")[2] in _ACCESS and name != "data.__get__"):
+            if name in _NEEDS_NONE or (name.rpartition(".")[2] in _ACCESS and name != "data.__get__"):
                 return func(*args, **kwargs)
             if name in RANDOM or getattr(func, "__module__", None) == nn.init.__name__:
                 _draw(func, args, kwargs)

@@ -48,10 +48,6 @@ class ObjectStates:
             if not _same(_content(each), before):
                 yield number, each
 
-    def changed(self) -> list[Any]:
-        """Those that have changed."""
-        return [each for _, each in self._changed()]
-
     def check_unchanged(self, name: str) -> None:
         """Raise if the call of ``name`` has changed one of them."""
         for _, each in self._changed():

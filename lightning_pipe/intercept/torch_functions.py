@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -166,14 +166,6 @@ def function_name(func: Any) -> str:
 
 MIRRORED: dict[str, Callable[..., Any]] = {"gt": torch.lt, "ge": torch.le}
 """Comparisons, and what they are with their arguments in the other order: they are recorded in one of the two."""
-
-APPLIES = ("torch.autograd.function", f"{__package__}.torch_patches.autograd_functions")
-"""Modules that call ``apply`` of Functions, which is written in C++ from torch 2.15 on and has no frame of its own."""
-
-
-def is_autograds(caller: FrameType) -> bool:
-    """Whether autograd calls a function by itself: ``view_as`` where a Function returns its argument (torch 2.13)."""
-    return caller.f_globals.get("__name__") in APPLIES
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -30,7 +29,6 @@ from lightning_pipe.intercept.torch_functions import (
     changed_in_place,
     draws,
     function_name,
-    is_autograds,
     leaves_of,
     new_results,
     results_of,
@@ -217,11 +215,8 @@ class Tracker(TorchFunctionMode):
             # for `x < h` Python asks h first if it is of a class derived from that of x: a placeholder, for h > x
             func = MIRRORED[name]
             name, args = function_name(func), args[::-1]
-        own = name == "view_as" and is_autograds(sys._getframe(1))  # then the Function that returns it is the call
-        if own or (name in METADATA and not (name == "__format__" and args[1])):
-            if not (args and isinstance(args[0], Placeholder)):  # shapes and dtypes are known: nothing to record
-                return func(*args, **kwargs)
-            return shape_only(func, args, kwargs) if own else KNOWN.get(name, func)(*args, **kwargs)
+        if name in METADATA and not (name == "__format__" and args[1]):  # known without a value: nothing to record
+            return (KNOWN.get(name, func) if args and isinstance(args[0], Placeholder) else func)(*args, **kwargs)
         leaves = leaves_of(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.waiting:

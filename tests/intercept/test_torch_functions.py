@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 
 from lightning_pipe.intercept.call_record import LEAF
 from lightning_pipe.intercept.torch_functions import (
-    APPLIES,
     FACTORIES,
     RANDOM,
     changed_in_place,
@@ -78,11 +76,6 @@ def test_results_that_are_new_are_described() -> None:
     assert new_results((X * 1, Y), [X, Y]) is None
     assert new_results(X.to("meta"), [X]) is None
     assert new_results((X * 1, object()), [X]) is None
-
-
-@pytest.mark.parametrize("module", APPLIES)
-def test_modules_that_apply_functions_exist(module: str) -> None:
-    assert importlib.import_module(module)
 
 
 def test_small_helpers() -> None:
