@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -163,18 +162,11 @@ class StageRun:
                 self.returning(result)
         except _EndOfStage:
             pass
-        except CutError as error:
-            if self._ahead:  # what is wrong in itself is so again when the batch runs behind the others
-                self._end_again()
-                return None
-            if not _is_generating(error):
+        except CutError:
+            if not self._ahead:
                 raise
-            raise CutError(
-                "generate() runs the layers once for every token; in a pipeline a step may run them once: "
-                f"{error.message}",
-                hint="Generate after training, when trainer.strategy.whole_module() gives every rank the whole module, "
-                "from a checkpoint, or on one device.",
-            ) from None
+            self._end_again()  # what is wrong in itself is so again when the batch runs behind the others
+            return None
         else:
             self._returned(result)
         finally:
@@ -308,7 +300,8 @@ class StageRun:
             raise CutError(
                 f"layer '{name}' is called a second time, behind layers that follow it.",
                 hint="A training step with n passes over the layers (siamese networks, recursion) needs "
-                "PipeStrategy(passes=n). Or name another sequence with layers=... .",
+                "PipeStrategy(passes=n); generate() belongs into evaluation steps. Or name another sequence with "
+                "layers=... .",
             )
         self._end_again()
         raise _EndOfStage
@@ -325,8 +318,3 @@ class StageRun:
         with self.tracker.paused():
             self.crossings = crossings_of(self.stage, self.tracker, self.arrival, self.layer_calls.routed)
         raise _EndOfStage
-
-
-def _is_generating(error: CutError) -> bool:
-    """Whether an error comes from code that generates token by token."""
-    return any(frame.f_code.co_name == "generate" for frame, _ in walk_tb(error.__traceback__))

@@ -157,8 +157,6 @@ class Broken(Lit):
             raise ValueError("a bug on the first stage")
         if batch_idx == 2 and self.how == "none_early":
             return None
-        if batch_idx == 2 and self.how == "generate":
-            return self.generate(batch, batch_idx)
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 2 and self.how == "last":
             raise ValueError("a bug on the last stage")
@@ -174,9 +172,6 @@ class Broken(Lit):
         if self.how == "logs":
             first = self.model[0].weight
             self.log("norm", first.norm())
-
-    def generate(self, batch: Any, batch_idx: int) -> Tensor:
-        return sum(super(Broken, self).training_step(batch, batch_idx) for _ in range(3))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and self.how == "hook" and self.global_rank == 1:
@@ -208,7 +203,6 @@ FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "data": (0, KeyError, "broken sample"),
     "none": (0, ConfigurationError, "returned None"),
     "none_early": (1, CutError, "returned None before layer"),
-    "generate": (0, CutError, "generate() runs the layers once for every token"),
     "reads": (0, RuntimeError, "Rank 0 does not hold 'model.0.weight': it is on rank 1"),
     "runs": (0, CutError, "Rank 0 does not hold 'model.0.weight', 'model.0.bias': they are on rank 1"),
     "logs": (0, CutError, "Rank 0 does not hold 'model.0.weight': it is on rank 1"),
