@@ -17,13 +17,13 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 8030,
-    "trainer": 7740,
-    "engine": 4390,
+    "intercept": 7830,
+    "trainer": 7730,
+    "engine": 4370,
     "schedules": 3400,
     "planning": 2470,
     "transport": 2200,
-    "parameters": 1990,
+    "parameters": 1980,
     "construction": 1550,
     "partition": 1370,
     "simulate": 1190,
@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 430,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 357, 131, 34
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 356, 130, 34
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""

@@ -94,7 +94,7 @@ class Children:
 
 def end_with_parent() -> None:
     """In a process that a launcher has started: end when the one that has started it ends, in whatever way."""
-    if not is_child():
+    if not os.environ.get(CHILD):
         return
     if sys.platform == "linux":
         # SIGKILL: Python does not act on other signals while the main thread waits in C++
@@ -105,11 +105,6 @@ def end_with_parent() -> None:
     # The interpreter's last collection goes through every object of torch and Lightning: 1.2 s of 6 (Python 3.11). The
     # first process waits for this one, and a machine that many processes share makes it ten seconds.
     atexit.register(gc.freeze)
-
-
-def is_child() -> bool:
-    """Whether a launcher has started this process, whose output is that of the first one."""
-    return bool(os.environ.get(CHILD))
 
 
 def _words(code: int) -> str:

@@ -36,12 +36,10 @@ def known_outputs(reports: Sequence[StepReport]) -> dict[int, Any]:
     return {index: output for report in reports for index, output in (report.outputs or {}).items()}
 
 
-def has_loss(output: Any) -> bool:
-    """Whether a step returned its loss among other things."""
-    return isinstance(output, Mapping) and "loss" in output
-
-
 def losses_of(outputs: Mapping[int, Any]) -> dict[int, float]:
     """The losses that a step returned, by micro-batch; an evaluation may return anything."""
-    found = {index: single_value(each["loss"] if has_loss(each) else each) for index, each in outputs.items()}
+    given = {
+        index: each["loss"] if isinstance(each, Mapping) and "loss" in each else each for index, each in outputs.items()
+    }
+    found = {index: single_value(each) for index, each in given.items()}
     return {index: value.item() for index, value in found.items() if value is not None}

@@ -127,7 +127,7 @@ def test_nothing_stays_replaced(options: dict[str, Any]) -> None:
 
 
 class AskedToRequeue(L.Callback):
-    """One process gets SLURM's signal in a batch, as Lightning has registered its handler."""
+    """Process 0 gets SLURM's signal in a batch, as Lightning has registered its handler."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.batches = 0
@@ -135,7 +135,7 @@ class AskedToRequeue(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.batches += 1
-        if self.batches == 2 and trainer.global_rank == 1:
+        if self.batches == 2 and trainer.is_global_zero:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 

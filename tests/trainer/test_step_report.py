@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipe.trainer.step_report import StepReport, has_loss, known_outputs, losses_of
+from lightning_pipe.trainer.step_report import StepReport, known_outputs, losses_of
 
 
 def test_outputs_of_several_ranks_come_together() -> None:
-    one, other = StepReport({0: "a", 2: "c"}, [], [], False), StepReport({1: "b"}, [], [], False)
-    assert known_outputs([one, other, StepReport(None, [], [], False)]) == {0: "a", 1: "b", 2: "c"}
-
-
-def test_only_mappings_with_a_loss_have_one() -> None:
-    assert has_loss({"loss": torch.ones(()), "n": 1})
-    assert not has_loss({"n": 1})
-    assert not has_loss(torch.ones(()))
+    one, other = StepReport({0: "a", 2: "c"}, [], [], []), StepReport({1: "b"}, [], [], [])
+    assert known_outputs([one, other, StepReport(None, [], [], [])]) == {0: "a", 1: "b", 2: "c"}
 
 
 def test_what_is_no_number_is_no_loss() -> None:
-    outputs = {0: {"loss": torch.ones(())}, 1: torch.zeros(()), 2: None, 3: {"loss": None}, 4: torch.ones(2), 5: "text"}
+    outputs = {
+        0: {"loss": torch.ones(())},
+        1: torch.zeros(()),
+        2: {"n": 1},
+        3: {"loss": None},
+        4: torch.ones(2),
+        5: "text",
+    }
     assert losses_of(outputs) == {0: 1.0, 1: 0.0}

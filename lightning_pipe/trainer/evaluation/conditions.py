@@ -31,8 +31,8 @@ def tell_that_batches_wait(name: str, reason: str) -> None:
     _log.info(f"{name}: each batch passes all ranks before the next one begins, because {reason}.")
 
 
-def reason_to_wait(module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str) -> str | None:
-    """Why each batch must have passed all ranks before the next one begins; ``None`` if it need not.
+def reasons_to_wait(module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str) -> Iterator[str]:
+    """Why each batch must have passed all ranks before the next one begins.
 
     Args:
         module: the LightningModule, with its Trainer.
@@ -40,10 +40,6 @@ def reason_to_wait(module: pl.LightningModule, steps: EvaluationSteps, loop: Any
         loop: the loop of Lightning that is about to begin.
         name: the method that evaluates a batch.
     """
-    return next(_reasons(module, steps, loop, name), None)
-
-
-def _reasons(module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str) -> Iterator[str]:
     pipeline = steps.pipeline
     if name in steps.waiting or name in steps.user_step.in_turns:
         yield GIVEN
@@ -66,17 +62,13 @@ def _hooks_between(module: pl.LightningModule, name: str) -> Iterator[str]:
     stage = name.removesuffix("_step")
     for hook in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
         for owner in (module, *trainer.callbacks):
-            if not _is_lightnings(getattr(owner, hook)):
+            # Lightning's own look at the batch and the Trainer alone
+            if not str(getattr(getattr(owner, hook), "__module__", "")).startswith("lightning.pytorch."):
                 yield f"{type(owner).__name__}.{hook}"
     for hook in _TRANSFERS:
         for owner in (module, trainer.datamodule):
             if owner is not None and is_overridden(hook, owner):
                 yield f"{type(owner).__name__}.{hook}"
-
-
-def _is_lightnings(hook: Any) -> bool:
-    """Whether a hook is Lightning's own: these look at the batch and the Trainer alone."""
-    return str(getattr(hook, "__module__", "")).startswith("lightning.pytorch.")
 
 
 def _shared_by_stages(pipeline: Pipeline) -> str | None:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.evaluation.conditions import reason_to_wait, tell_that_batches_wait
+from lightning_pipe.trainer.evaluation.conditions import reasons_to_wait, tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream
 from lightning_pipe.trainer.world import World
@@ -83,7 +83,7 @@ class Evaluations:
         self._copies.begin()
         if not self._may_stream:
             return
-        reason = reason_to_wait(self._module, self._steps, loop, name)
+        reason = next(reasons_to_wait(self._module, self._steps, loop, name), None)
         # a callback may exist on some ranks alone
         reasons = self._world.transport.all_gather_object(reason, self._world.everyone)
         reason = next((each for each in reasons if each is not None), None)

@@ -78,17 +78,16 @@ class EvaluationSteps:
             "predict_step": precision.predict_step_context,
         }
 
-    def begin(self, name: str, args: Sequence[Any]) -> RunStep:
+    def begin(self, name: str, args: Sequence[Any], seed: int | None = None) -> RunStep:
         """The step of the next batch.
 
         Args:
             name: the method of the LightningModule.
             args: its arguments; the first one is the batch, on this device.
+            seed: of the batch's random streams; ``None``: the next one.
         """
-        return self._begin(name, args, self._seeds.evaluation())
-
-    def _begin(self, name: str, args: Sequence[Any], seed: int) -> RunStep:
         batch, *rest = args
+        seed = self._seeds.evaluation() if seed is None else seed
         parts = self._cut(batch)
         # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
         ranks = self.pipeline.loss_ranks[: len(parts.parts)]
@@ -143,7 +142,7 @@ class EvaluationSteps:
 
     def again(self, run: RunStep) -> RunStep:
         """A step that is to run once more."""
-        run = self._begin(run.name, run.args, run.seed)
+        run = self.begin(run.name, run.args, run.seed)
         run.again = True
         return run
 
