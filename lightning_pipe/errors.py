@@ -37,6 +37,10 @@ class CutError(PipeError):
     """The user's code needs, on this stage, a value that only another stage has."""
 
 
+class RepeatedRunError(CutError):
+    """A run of the step that must leave nothing behind has taken what does not come again."""
+
+
 class ConfigurationError(PipeError):
     """The Trainer, the strategy and the machine do not fit together."""
 

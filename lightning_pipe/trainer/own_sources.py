@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from lightning_pipe.errors import CutError
+from lightning_pipe.errors import RepeatedRunError
 from lightning_pipe.intercept.module_state import Tracked, generator_state
 
 
@@ -24,7 +24,7 @@ def untouched(tracked: Tracked) -> Iterator[None]:
         tracked: the modules whose attributes count.
 
     Raises:
-        CutError: it has taken something.
+        RepeatedRunError: it has taken something.
     """
     generators = [(name, each, generator_state(each)) for name, each in tracked.generators()]
     iterators = [(name, _Watched(holder, iterator)) for name, holder, iterator in tracked.iterators()]
@@ -35,7 +35,7 @@ def untouched(tracked: Tracked) -> Iterator[None]:
         taken += [name for name, watched in iterators if watched.end()]
         # what ends a run early is a BaseException; an error of the user's step says more than this one
         if taken and not isinstance(sys.exception(), Exception):
-            raise CutError(
+            raise RepeatedRunError(
                 f"the step draws from a random generator or an iterator of its own, 'self.{min(taken)}'. It runs more "
                 "than once for a micro-batch, or several ranks complete it: its runs would see different numbers.",
                 hint="Draw from the global generators of torch, NumPy or Python: their numbers depend on the step and "

@@ -24,7 +24,7 @@ from lightning_pipe.engine.batch import Batch, StepFunction
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.first_batch.trial_runs import NotRandom, leaving_no_trace, not_random, put_back
 from lightning_pipe.engine.stage import loss_of
-from lightning_pipe.errors import CutError
+from lightning_pipe.errors import CutError, RepeatedRunError
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.transport.base import Transport
@@ -137,6 +137,8 @@ def _computed(
         try:
             crossings, result = executor.stages.trial(stage, 0, batch, inbound)
             loss = None if crossings else loss_of(result)
+        except RepeatedRunError:
+            raise
         except CutError:
             reason = "with two micro-batches together the step takes another way through its code"
         except Exception as error:  # whatever a step may raise that was not made for this
