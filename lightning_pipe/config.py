@@ -244,7 +244,7 @@ def _quotient(world_size: int, name: str, size: int | Auto) -> int:
         raise ConfigurationError(
             f"The world size {world_size} is not divisible by {name}={whole} ({world_size} / {whole} = "
             f"{world_size / whole:.2f}).",
-            hint=f"Use one of {divisors} for {name}, or start a multiple of {whole} processes.",
+            hint=f"Use {name}={divisors}, or start a multiple of {whole} processes.",
         )
     return world_size // whole
 

@@ -43,15 +43,15 @@ def test_layout(arguments: dict[str, int], expected: tuple[int, int, int]) -> No
         (
             {"world_size": 8, "pipeline_parallel_size": 3},
             r"8 is not divisible by pipeline_parallel_size=3 \(8 / 3 = 2.67\).*"
-            r"Use one of 1, 2, 4, 8 for pipeline_parallel_size, or start a multiple of 3 processes",
+            r"Use pipeline_parallel_size=1, 2, 4, 8, or start a multiple of 3 processes",
         ),
         (
             {"world_size": 6, "data_parallel_size": 4},
-            r"not divisible by data_parallel_size=4.*one of 1, 2, 3, 6 for data_parallel_size",
+            r"not divisible by data_parallel_size=4.*Use data_parallel_size=1, 2, 3, 6,",
         ),
         (
             {"world_size": 2, "data_parallel_size": 4},
-            r"not divisible by data_parallel_size=4.*one of 1, 2 for data_parallel_size, or start a multiple of 4",
+            r"not divisible by data_parallel_size=4.*Use data_parallel_size=1, 2, or start a multiple of 4",
         ),
         (
             {"world_size": 8, "pipeline_parallel_size": 2, "data_parallel_size": 3},
