@@ -114,7 +114,9 @@ def test_registered_types() -> None:
     assert [part["documents"].texts for part in divided.parts] == ["ab", "cd", "e"]
     assert divided.together((1, 2))["documents"].texts == "cde"
     assert divided.together((0, 1))["label"].tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigurationError, match="no slices"):  # no function says how to put these together
+    with pytest.raises(
+        ConfigurationError, match="cannot be put together again"
+    ):  # no function says how to put these together
         divided.together((0, 2))
 
 

@@ -80,10 +80,13 @@ class WholeParameters(BatchObserver):
     def __init__(self) -> None:
         self.bytes: dict[tuple[int, int], int] = {}
         self.parameters: Any = None
+        self.executor: Any = None
 
-    def before_stage(self, stages: Any, stage: int, micro_batch: int, batch: Any, inbound: Any) -> None:
+    def before_layer(self, *call: Any) -> None:
+        action = self.executor.position
         # torch lets a whole parameter live on, and frees its memory
-        self.bytes[stage, micro_batch] = sum(p.untyped_storage().nbytes() for p in self.parameters._whole())
+        found = sum(p.untyped_storage().nbytes() for p in self.parameters._whole())
+        self.bytes.setdefault((action.stage, action.micro_batch), found)
 
 
 def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
@@ -93,7 +96,7 @@ def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
     class Observe(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             strategy: Any = trainer.strategy
-            observer.parameters = strategy.sharding.parameters
+            observer.parameters, observer.executor = strategy.sharding.parameters, strategy.pipeline.executor
             strategy.pipeline._observers.append(observer)
 
     quiet()

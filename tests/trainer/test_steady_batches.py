@@ -23,7 +23,7 @@ pytestmark = pytest.mark.rehearsed
 
 MOST = 4
 """Waits of a batch without clipping and mixed precision; `docs/how_it_works.md` names each."""
-MESSAGES = 5
+MESSAGES = 4
 """Messages of the host of an end rank in a batch; `docs/how_it_works.md` names each."""
 TO_HOST = "lightning_pipe/batches/outputs.py to_host: copy to the host"
 NORM = "lightning_pipe/engine/whole_gradients.py gradient_norm: read a value"
