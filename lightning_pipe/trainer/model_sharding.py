@@ -111,11 +111,15 @@ class ModelSharding:
 
     def _division(self, module: nn.Module, layers: list[tuple[str, nn.Module]]) -> Callable[[Root], Callable[[], None]]:
         """What divides a layer or outside module, which has its values, and returns what puts it back."""
-        over_tensor_ranks = tensor_parallel.divider(module, self.mesh[TENSOR], self.parallelize, tied(module, layers))
+        shared = tied(module, layers)
+        weights = {name: each for name, each in module.named_parameters(remove_duplicate=False) if each in shared}
+        over_tensor_ranks = tensor_parallel.divider(module, self.mesh[TENSOR], self.parallelize, shared)
         replicas, stay = self.mesh[DATA], left_whole(module, layers)
 
         def divide(root: Root) -> None:
             over_tensor_ranks(root)
+            # a tied weight that is one no more would be divided again, or sent to ranks that have a part of it
+            tensor_parallel.check_tied(weights, module)
             if self.option == "parameters" and replicas.size() > 1:
                 shard(root, replicas, self.reduce_dtype, stay)
                 tensor_parallel.check_even(root)

@@ -32,7 +32,7 @@ from lightning_pipe.sharding.tensor_parallel import (
 )
 from lightning_pipe.trainer.model_sharding import ModelSharding, check
 from tests.support import processes
-from tests.support.sharded_runs import MODELS
+from tests.support.sharded_runs import MODELS, divide_pair
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -122,6 +122,20 @@ def test_a_tied_weight_that_is_divided_in_one_place() -> None:
     module["other"].weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ConfigurationError, match=r"'one.weight' and 'other.weight' were one parameter"):
         check_tied(before, module)
+
+
+def tying(process: int) -> None:
+    quiet()
+    module = MODELS["pairs"].build()
+    module.layers[1].down.weight = module.layers[0].down.weight
+    options: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "parallelize": divide_pair}
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=PipeStrategy(**options), max_epochs=1, **QUIET)
+    with pytest.raises(ConfigurationError, match=r"'layers.0.down.weight' and 'layers.1.down.weight' were one"):
+        trainer.fit(module, DataLoader(MODELS["pairs"].batches(1), batch_size=None))
+
+
+def test_a_tied_weight_is_refused_before_its_second_place_is_divided() -> None:
+    processes.run_trainers(tying, 2, timeout=60)
 
 
 class DTensor(Tensor):
