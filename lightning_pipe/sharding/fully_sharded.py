@@ -267,6 +267,8 @@ def _states(module: nn.Module, stages: Mapping[Any, int | None]) -> dict[Any, di
         # they would act on the step's side of a layer's call; a step calls layers of other ranks as well
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
+        # what its code names counts as on the ranks that do not divide it: FSDP's class lies in a module of torch's
+        type(part).__module__ = type(part).__mro__[2].__module__
         if part in stages:
             found.setdefault(state, {})[name] = stages[part]
     for places in found.values():

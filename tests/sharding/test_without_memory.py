@@ -47,11 +47,12 @@ class Wide(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         nn.init.orthogonal_(self.up.weight)
+        self.divisors = [WIDTH]  # which stages compare
         self.register_buffer("scale", self.up.weight.detach().abs().mean(0) + torch.rand(WIDTH, WIDTH))
         self.register_buffer("shift", torch.rand(WIDTH, WIDTH), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.scale / WIDTH + self.shift.mean(0)
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.scale / self.divisors[0] + self.shift.mean(0)
 
 
 class Recorded(Module):
