@@ -83,7 +83,9 @@ def refer_to_module(optimizers: Iterable[Optimizer], module: nn.Module, names: O
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for place, part in enumerate(group["params"]):
-                now = named.get(names.known_name(part), part) if is_divided(part) else part
+                # a part that was released when the first batch had shown who uses it stands for a parameter, too
+                stands = is_divided(part) or isinstance(part, AbsentTensor)
+                now = named.get(names.known_name(part), part) if stands else part
                 group["params"][place] = now
                 if now is not part and part in optimizer.state:
                     optimizer.state[now] = optimizer.state.pop(part)

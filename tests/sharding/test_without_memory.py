@@ -73,6 +73,17 @@ class Recorded(Module):
         return nn.functional.cross_entropy((self.head(x) + self.bias.mean(0)).flatten(0, 1), batch.flatten())
 
 
+class Untied(Recorded):
+    """The last rank alone has the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
 class Pretrained(Module):
     """A model of Transformers from a folder."""
 
@@ -119,7 +130,7 @@ def batches(number: int = 3) -> list[Tensor]:
 
 def make(way: str, folder: str, trainer: L.Trainer) -> Module:
     """A module, in the way that users build it."""
-    kinds = {"recorded": Recorded, "pretrained": lambda: Pretrained(folder)}
+    kinds = {"recorded": Recorded, "untied": Untied, "pretrained": lambda: Pretrained(folder)}
     with nullcontext() if way == "configure_model" else trainer.init_module():
         module: Module = kinds.get(way, lambda: PretrainedLater(folder))()
     return module
@@ -196,26 +207,29 @@ class DividesItself(Recorded):
                 divide_wide(layer, self.device_mesh["tensor_parallel"])
 
 
-def go_on(process: int, folder: str) -> tuple[list[float], dict[str, Trace]]:
+GOING_ON = (("recorded", "2x2x1"), ("untied", "2x2x1"), ("recorded", "2x1x2"))
+
+
+def go_on(process: int, folder: str) -> tuple[list[float], dict[tuple[str, str], Trace]]:
     """The losses of a module that divides itself, and what runs leave that go on from a folder written after a run."""
     from lightning_pipe import PipeStrategy
 
     quiet()
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 4, "use_distributed_sampler": False, **QUIET}
     found = {}
-    for layout in ("2x2x1", "2x1x2"):
+    for way, layout in GOING_ON:
         sizes, _ = LAYOUTS[layout]
         own = {"parallelize": divide_wide} if "tensor_parallel_size" in sizes else {}
         for epochs in (1, 2):
             strategy = PipeStrategy("1f1b", 2, 2, **sizes, **own, save_distributed_checkpoint=True)
             trainer = L.Trainer(strategy=strategy, max_epochs=epochs, precision="64-true", **options)
-            path = None if epochs == 1 else f"{folder}/{layout}"
+            path = None if epochs == 1 else f"{folder}/{way}_{layout}"
             torch.manual_seed(SEED)  # the buffers that checkpoints lack
-            module = make("recorded", "", trainer)
+            module = make(way, "", trainer)
             trainer.fit(module, oracle.loader(batches()), ckpt_path=path, weights_only=False)
             if epochs == 1:
-                trainer.save_checkpoint(f"{folder}/{layout}")
-        found[layout] = Trace(weights=oracle.state_of(module))
+                trainer.save_checkpoint(f"{folder}/{way}_{layout}")
+        found[way, layout] = Trace(weights=oracle.state_of(module))
     recorder = oracle.Recorder()
     strategy = PipeStrategy("1f1b", 2, 2, tensor_parallel_size=2)
     trainer = L.Trainer(strategy=strategy, max_epochs=1, precision="64-true", callbacks=[recorder], **options)
@@ -228,16 +242,19 @@ def go_on(process: int, folder: str) -> tuple[list[float], dict[str, Trace]]:
 
 @pytest.mark.timeout(120)
 def test_runs_that_go_on_and_modules_that_divide_themselves(tmp_path: Path) -> None:
-    recorder = oracle.Recorder()
+    truths = {}
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "precision": "64-true", **QUIET}
-    trainer = L.Trainer(callbacks=[recorder], **options)
-    torch.manual_seed(SEED)
-    module = make("recorded", "", trainer)
-    trainer.fit(module, oracle.loader(batches()))
-    truth = Trace(losses=recorder.trace.losses[:3], weights=oracle.state_of(module))
+    for way in ("recorded", "untied"):
+        recorder = oracle.Recorder()
+        trainer = L.Trainer(callbacks=[recorder], **options)
+        torch.manual_seed(SEED)
+        module = make(way, "", trainer)
+        trainer.fit(module, oracle.loader(batches()))
+        truths[way] = Trace(losses=recorder.trace.losses[:3], weights=oracle.state_of(module))
     for losses, traces in run_trainers(go_on, 4, folder=str(tmp_path), timeout=100):
-        for trace in (Trace(losses=losses), *traces.values()):
-            oracle.assert_equal(trace, truth)
+        oracle.assert_equal(Trace(losses=losses), truths["recorded"])
+        for (way, _), trace in traces.items():
+            oracle.assert_equal(trace, truths[way])
 
 
 # ---------------------------------------------------------------------- memory
