@@ -273,8 +273,10 @@ class PipelineRun:
     def _looked_at(self, parts: MicroBatches, rest: Sequence[Any], seed: int) -> MicroBatches:
         """A batch as a look at it tells to cut it. Collective over all processes if it is looked at."""
         assert self._step is not None
+        if self._splitter.number == 1:
+            return parts
         number, is_open = self._step.checks.due(self.pipeline), self._splitter.is_open(parts)
-        if (number is None and not is_open) or self._splitter.number == 1:
+        if number is None and not is_open:
             return parts
         with self._step.running():
             verdict = self._step.checks.look(self.pipeline, self._step_of(parts, rest), parts, seed, number or 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.transport.base import Transport
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET
 
@@ -151,6 +154,27 @@ def test_ranks_and_replicas_agree(loss: Any, replicas: int) -> None:
     apart = ("losses", "epoch") if replicas > 1 else ()  # each replica has its own
     for found in run_trainers(fit, 2, module=Tagger(loss), data=data, replicas=replicas, devices=2, strategy=strategy):
         assert_equal(found, fit(0, Tagger(loss), data), without=apart)
+
+
+def asked(process: int, **options: Any) -> int:
+    """In how many batches replicas ask each other whether it is open what losses are a mean over."""
+    found = [0]
+    ask = Transport.sum_over_replicas
+
+    def counted(self: Transport, amount: float) -> float:
+        found[0] += sys._getframe(1).f_code.co_name == "is_open"
+        return ask(self, amount)
+
+    with patch.object(Transport, "sum_over_replicas", counted):
+        fit(process, **options)
+    return found[0]
+
+
+@pytest.mark.parametrize("loss", [mean, of_samples])
+def test_replicas_ask_each_other_until_it_is_known(loss: Any) -> None:
+    strategy = PipeStrategy(pipeline_parallel_size=1, data_parallel_size=2, stages=2, layers="layers", micro_batches=2)
+    options = {"data": items(4, unlabelled=(1, 3, 5)), "replicas": 2, "strategy": strategy}
+    assert run_trainers(asked, 2, module=Tagger(loss), devices=2, **options) == [1, 1]
 
 
 @pytest.mark.parametrize("loss", [mean, causal, of_samples])

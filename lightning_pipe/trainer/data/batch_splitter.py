@@ -115,8 +115,10 @@ class BatchSplitter:
         return split if self._tokens is None else self._tokens.counted(split)
 
     def is_open(self, split: MicroBatches) -> bool:
-        """Whether losses are to show what they are a mean over, on any replica. Collective over these."""
-        return self._tokens is not None and self._world.transport.sum_over_replicas(len(split.candidates)) > 0
+        """Whether losses are to show, on any replica, what they are a mean over. Collective until that is known."""
+        if self._tokens is None or self._tokens.known:
+            return False
+        return self._world.transport.sum_over_replicas(len(split.candidates)) > 0
 
     def decided(self, split: MicroBatches, verdicts: Sequence[Verdict]) -> MicroBatches:
         """A batch as it is to run by what looks at it, and at those of other replicas, have shown.
