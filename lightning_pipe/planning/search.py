@@ -163,7 +163,7 @@ class _Search:
                     if (order := self.order(one)) in known:
                         continue
                     known.add(order)
-                    needed = self.needed(one)
+                    needed = self.peak(one)
                 if needed <= self.limit:
                     simulated += 1
                     best = sorted([*best, (self.predictor.seconds(one), number, one)])[:shown]
@@ -202,14 +202,12 @@ class _Search:
 
     def fitting(self, one: Configuration) -> Configuration | None:
         """The first rung of its ladder that fits."""
-        return next((each for each in self.ladder(one) if self.needed(each) <= self.limit), None)
+        fits = (each for each in self.ladder(one) if self.held(each) <= self.limit and self.peak(each) <= self.limit)
+        return next(fits, None)
 
-    def needed(self, one: Configuration) -> float:
-        """The most bytes that a rank holds, or more than may be held; nobody asks where there is no limit."""
-        if self.limit == inf:
-            return 0.0
-        held = self.held(one)
-        return self.predictor.peak(one) if held <= self.limit else held
+    def peak(self, one: Configuration) -> float:
+        """The most bytes that a rank holds; nobody asks where there is no limit."""
+        return 0.0 if self.limit == inf else self.predictor.peak(one)
 
     def order(self, one: Configuration) -> object:
         """What tells runs apart: small variants of a family may be the same order, with sums at the same time."""
@@ -217,7 +215,9 @@ class _Search:
         return replace(one, family=schedules.get("gpipe")), schedule.actions, schedule.options.get("sync")
 
     def held(self, one: Configuration) -> float:
-        """Bytes that some rank holds however the schedule orders: what its stages hold all the time."""
+        """Bytes that some rank holds however the schedule orders: what its stages hold all the time; as of `peak`."""
+        if self.limit == inf:
+            return 0.0
         layers, pipes = self.predictor.layers(one), one.family.pipes
         copies = [one.replicas * pipes] * one.stages
         memory = stage_memory(self.predictor.profile, layers, one.samples, copies, one.shard_optimizer)
