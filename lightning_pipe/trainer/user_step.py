@@ -113,7 +113,7 @@ class UserStep:
         complete = not (self.pipeline.ends_early or self._may_repeat or again)
         pipes = micro_batches > 1 and self.pipeline.family.pipes > 1 and not again
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
-        watched = again or is_alone() or self._may_repeat or (pipes and self.attributes.several)
+        watched = again or self._may_repeat or (pipes and self.attributes.several)
         taking = untouched(self.attributes.tracked) if watched else nullcontext()
         if complete:
             with noting_hooks, taking:
@@ -128,7 +128,7 @@ class UserStep:
                 yield
                 complete = not again
             finally:
-                if complete and pipes and self.attributes.several and not is_alone():
+                if complete and pipes and self.attributes.several:
                     self.attributes.check_pipes(kept)
                 if not complete:
                     # the next micro-batch, and the complete run on another rank, begin with what was there before
