@@ -39,7 +39,7 @@ def test_waits_and_messages_do_not_grow_with_micro_batches_or_logged_values() ->
     few, many = steady(4), steady(8)
     for small, large in zip(few, many, strict=True):
         assert small.messages == large.messages
-        # the batch, a word forward and one backward, the report, whether to stop
+        # the batch, a word forward and one backward, the report
         assert sum(small.messages.values()) == MESSAGES
     for found in (few, many):
         # the losses and what is logged, in one transfer each
