@@ -99,11 +99,13 @@ class LossChecks:
                 runs = [*(batch.parts[index] for index in singles), *map(batch.together, groups)]
             except ConfigurationError as error:
                 return unknown._replace(unknown=error.message)
+            held: dict[int, Sequence[int]] = {}
             with suppress(ConfigurationError):  # nobody knows how: the noise is not measured
-                runs.append(twice(batch.batch, batch.parts[singles[0]]))
+                runs.insert(len(singles), twice(batch.batch, batch.parts[singles[0]]))
+                held = {len(singles): (0, 0), len(singles) + 1: [singles.index(index) for index in groups[0]]}
             runs.append(batch.parts[singles[0]])
             for evaluating in (False, True):
-                found = trial_losses(pipeline, step, runs, seed, evaluating=evaluating)
+                found = trial_losses(pipeline, step, runs, seed, evaluating=evaluating, together=held)
                 if found.reason is not None:
                     return unknown._replace(unknown=found.reason)
                 _check_alike(found.losses[0], found.losses.pop(), found.rounding)
@@ -162,7 +164,7 @@ def _judged(
     together, noise = found.losses[len(single) :], found.rounding
     if len(together) > len(groups):
         once = next(iter(single.values())) * (1 + batch.summed)
-        noise = abs(together.pop() - once) / (1 + abs(once))
+        noise = abs(together.pop(0) - once) / (1 + abs(once))
     rounding = min(found.rounding, max(_LEAST, _TIMES * noise))
     for group, both in zip(groups, together, strict=True):
         alone = [single[index] for index in group]
@@ -183,7 +185,14 @@ def _judged(
                 fitting={} if batch.candidates else None,
             )
         fitting = left or fitting
-    return Verdict(fitting=fitting if batch.candidates else None)
+    fits = fitting if batch.candidates else None
+    if found.apart:
+        return Verdict(
+            "What layers compute depends on which samples are together: what leaves a stage for two micro-batches "
+            f"together is {found.apart:.1g} of its size away from what leaves for each (without dropout).",
+            fitting=fits,
+        )
+    return Verdict(fitting=fits)
 
 
 def _mean(losses: Sequence[float], weights: Sequence[float]) -> float | None:

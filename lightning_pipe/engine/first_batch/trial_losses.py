@@ -2,7 +2,8 @@
 
 Whether a batch is what its micro-batches make shows where two of them run alone and together: a loss that is no mean
 over samples, layers that compare samples with each other, and tensors that are cut and hold no samples all give
-another loss. Stages pass on why a run has failed, so that it ends on all ranks::
+another loss. Layers that do so slightly hide in the rounding of a loss, so what leaves each stage is compared as well.
+Stages pass on why a run has failed, so that it ends on all ranks::
 
                      rank 0             rank 1
     micro-batch 0    stage 0  ------->  stage 1: its loss
@@ -12,9 +13,11 @@ another loss. Stages pass on why a run has failed, so that it ends on all ranks:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from lightning_pipe.engine.stage import loss_of
 from lightning_pipe.errors import CutError, RepeatedRunError
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.local_parts import is_divided
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.work import Work
 
@@ -37,6 +41,8 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torc
 """How far losses differ by rounding at most, relative to 1 + their size."""
 _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
+_LEAST, _TIMES = 1e-5, 30
+"""Tensors differ that are further apart than this, relative to their norm, and than so many times rounding is."""
 _TAG = (1 << 29) - 2
 """Beside that of ranks that take turns."""
 
@@ -46,12 +52,15 @@ class TrialLosses(NamedTuple):
 
     Args:
         losses: of each run; less if one has failed.
+        apart: how far what leaves a stage for samples together is from what leaves for each, relative to its norm, if
+            by more than rounding; else 0.
         reason: why one has failed, in words.
         drew: whether one has drawn random numbers, though dropout is off.
         rounding: how far losses may differ by rounding, relative to 1 + their size.
     """
 
     losses: list[float]
+    apart: float
     reason: str | None
     drew: bool
     rounding: float
@@ -63,12 +72,19 @@ class _Passed(NamedTuple):
     way: tuple[int, int]
     crossing: Crossing | None
     loss: Tensor | None
+    apart: float
     reason: str | None
     drew: bool
 
 
 def trial_losses(
-    pipeline: Pipeline, step: StepFunction, batches: Sequence[Any], seed: int, *, evaluating: bool
+    pipeline: Pipeline,
+    step: StepFunction,
+    batches: Sequence[Any],
+    seed: int,
+    *,
+    evaluating: bool,
+    together: Mapping[int, Sequence[int]] | None = None,
 ) -> TrialLosses:
     """Run a step forward for each of some batches, with the same random numbers. Collective over the pipeline.
 
@@ -80,6 +96,8 @@ def trial_losses(
         batches: micro-batches, and some of them together.
         seed: that of the batch which they are parts of.
         evaluating: whether the whole module is as in an evaluation; layers may compute something else in training.
+        together: for each batch whose tensors are compared, the batches before it that it holds. The first of these
+            holds one of them twice: how far it is from that shows what rounding does, and where samples lie.
 
     Returns:
         What has come of it, on all ranks.
@@ -87,25 +105,29 @@ def trial_losses(
     executor, transport = pipeline.training_executor, pipeline.transport
     last = len(executor.stages.layers) - 1
     streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas)
-    mail, seen = _Mail(transport), TrialLosses([], None, drew=False, rounding=0.0)
+    mail, seen = _Mail(transport), TrialLosses([], 0.0, None, drew=False, rounding=0.0)
+    comparison = _Comparison(together or {})
     with pipeline.running(streams), leaving_no_trace():
-        for part in batches:
+        for number, part in enumerate(batches):
             batch = Batch(step, [part], [0], [1.0], streams, training=False)
             with put_back(executor.stages), not_random(pipeline.module, streams.state, whole=evaluating) as functions:
-                ended = _run(executor, mail, batch, functions)
+                ended = _run(executor, mail, batch, functions, partial(comparison.apart, number))
             if ended is not None:
                 losses, rounding = seen.losses, seen.rounding
                 if ended.loss is not None:
                     losses = [*losses, float(ended.loss)]
                     rounding = max(rounding, _rounding(pipeline.module, ended.loss, functions.autocast))
-                seen = TrialLosses(losses, seen.reason or ended.reason, seen.drew or ended.drew, rounding)
+                apart, reason = max(seen.apart, ended.apart), seen.reason or ended.reason
+                seen = TrialLosses(losses, apart, reason, seen.drew or ended.drew, rounding)
     mail.wait()
     source = transport.peers[executor.placement[0, last]]
     told: TrialLosses = transport.broadcast_object(seen, source, pipeline.pipeline_members)
     return told
 
 
-def _run(executor: Executor, mail: _Mail, batch: Batch, functions: NotRandom) -> _Passed | None:
+def _run(
+    executor: Executor, mail: _Mail, batch: Batch, functions: NotRandom, apart: Callable[[_Passed], float]
+) -> _Passed | None:
     """Run a batch through the stages of this rank; returns what it ends with behind the last stage."""
     ended = None
     for stage, layers in enumerate(executor.stages.layers):
@@ -113,6 +135,7 @@ def _run(executor: Executor, mail: _Mail, batch: Batch, functions: NotRandom) ->
             continue
         came = [mail.receive((early, stage), executor.placement[0, early]) for early in executor.earlier[stage]]
         left = _computed(executor, stage, batch, came, functions)
+        left = [each._replace(apart=max(each.apart, apart(each))) for each in left]
         if layers.last:
             (ended,) = left
             continue
@@ -127,7 +150,7 @@ def _computed(
     """What a stage leaves for each later one, and the last one for nobody."""
     reason = next((each.reason for each in came if each.reason), None)
     crossings: dict[int, Crossing] = {}
-    loss, drew = None, any(each.drew for each in came)
+    loss, drew, apart = None, any(each.drew for each in came), max((each.apart for each in came), default=0.0)
     if reason is None:
         inbound = None
         for crossing in (each.crossing for each in came):
@@ -147,7 +170,7 @@ def _computed(
         drew = drew or functions.drew or batch.streams.state() != before
     none = next(iter(crossings.values())).emptied() if crossings else None
     receivers = executor.later[stage] or [stage]
-    return [_Passed((stage, to), crossings.get(to, none), loss, reason, drew) for to in receivers]
+    return [_Passed((stage, to), crossings.get(to, none), loss, apart, reason, drew) for to in receivers]
 
 
 def _rounding(module: nn.Module, loss: Tensor, autocast: torch.dtype | None) -> float:
@@ -169,6 +192,46 @@ def parameters_whole(pipeline: Pipeline) -> Iterator[None]:
         yield
     finally:
         sharded.hold(False)
+
+
+@dataclass
+class _Comparison:
+    """Compares what leaves the stages of this rank for samples together with what has left for each.
+
+    Args:
+        together: see `trial_losses`.
+    """
+
+    together: Mapping[int, Sequence[int]]
+    _left: dict[tuple[int, tuple[int, int]], dict[int, Tensor]] = field(default_factory=dict)
+    _noise: dict[tuple[tuple[int, int], int], float] = field(default_factory=dict)
+
+    def apart(self, run: int, passed: _Passed) -> float:
+        """How far tensors are from those of their samples, relative to their norm, if by more than rounding; else 0."""
+        if passed.crossing is None:
+            return 0.0
+        if any(run in parts for parts in self.together.values()):
+            self._left[run, passed.way] = passed.crossing.detached().tensors
+        alone, most = [self._left.get((part, passed.way), {}) for part in self.together.get(run, ())], 0.0
+        for number, whole in passed.crossing.tensors.items() if alone else ():
+            key, distance = (passed.way, number), _distance(whole, [each[number] for each in alone if number in each])
+            if run == min(self.together):
+                self._noise[key] = distance
+            elif max(_LEAST, _TIMES * self._noise.get(key, inf)) < distance < inf:
+                most = max(most, distance)
+        return most
+
+
+def _distance(whole: Tensor, parts: Sequence[Tensor]) -> float:
+    """How far a tensor is from parts that follow each other in it, relative to their norm; else infinite."""
+    if parts and whole.is_floating_point() and not is_divided(whole):
+        for dimension in range(whole.dim()):
+            with suppress(RuntimeError):  # they have other shapes
+                joined = torch.cat([*parts], dimension).double()
+                if joined.shape == whole.shape:
+                    found = float((whole.double() - joined).norm() / joined.norm())
+                    return found if isfinite(found) else inf
+    return inf
 
 
 @dataclass
