@@ -116,6 +116,29 @@ class ConfigOfLayersBefore(SharedConfig):
         return x
 
 
+@program(BATCH_WHOLE, train_chimera=STALE)
+class GivesLayersAConfig(SharedConfig):
+    """Each has one of its own until the first batch; from then on all share one, which a hook changes."""
+
+    def make(self) -> None:
+        super().make()
+        for layer in self.layers:
+            layer.config = Config()
+
+    def before(self, x: Tensor) -> Tensor:
+        if self.global_step == 0:
+            self.config = Config()
+            self.config.scale = 1.1
+            for layer in self.layers:
+                layer.config = self.config
+        return x
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if (batch_idx + 1) % self.parts == 0:
+            self.config.shrink()
+
+
 class Taking(Layer):
     def forward(self, x: Tensor, context: Any = None) -> Tensor:
         return super().forward(x) * (1.0 if context is None else context.scale)

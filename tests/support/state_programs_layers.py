@@ -272,6 +272,19 @@ class ScalesLayersBehind(Base):
 
 
 @program(BATCH_WHOLE)
+class SetsLayersBeforeAndBehind(Base):
+    """Each micro-batch sets first what it computes with."""
+
+    def before(self, x: Tensor) -> Tensor:
+        self.layers[0].scale = 0.5
+        return x
+
+    def behind(self, out: Tensor) -> Tensor:
+        self.layers[0].scale = 1.0
+        return super().behind(out)
+
+
+@program(BATCH_WHOLE)
 class ScalesLayersInAHook(Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.parts == 0:

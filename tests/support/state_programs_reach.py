@@ -50,6 +50,23 @@ class SetsAnotherLayer(Reached):
     sets = True
 
 
+@program(MICRO_BATCHES, train=r"self\.count", evaluate=r"self\.count")
+class SetsItsOwner(Reached):
+    of, sets = 0, True
+
+    def make(self) -> None:
+        super().make()
+        self.layers[self.of].other = [self]
+
+
+@program(MICRO_BATCHES, train_chimera=STALE)
+class TheLastLayerSetsItsOwner(SetsItsOwner):
+    of = 3
+
+    def behind(self, out: Tensor) -> Tensor:
+        return super().behind(out) * (1 + 0.01 * self.count)
+
+
 class ReachesItsOwner(Reached):
     def make(self) -> None:
         self.count = 0
@@ -68,6 +85,19 @@ class LayersReadACounter(ReachesItsOwner):
 class LayersReadTheGlobalStep(ReachesItsOwner):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.count = self.global_step
+
+
+@program(MICRO_BATCHES, train_chimera=STALE)
+class LayersReadTheBatch(ReachesItsOwner):
+    """Each stage computes by itself what the layers read, before the layers and between them."""
+
+    def before(self, x: Tensor) -> Tensor:
+        self.count = 1 + float(x.mean())
+        return x
+
+    def between(self, hidden: Tensor) -> Tensor:
+        self.count = 2 * self.count
+        return hidden
 
 
 class Hooked(Base):

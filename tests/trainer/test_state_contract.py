@@ -216,6 +216,22 @@ def test_equal_or_told(name: str, phase: str, schedule: str) -> None:
     assert kept(name, phase, schedule) == ""
 
 
+TOLD = {
+    "train": (
+        *("CounterBefore", "ConfigOfLayersBehind", "GlobalInLayers", "CountsOfLayersInAHook", "ScalesLayersBehind"),
+        *("ShrinksBuffers", "SetsAnotherLayer", "ItemsBefore", "BufferInPlaceBefore", "DecaysWeightsBehind"),
+    ),
+    "evaluate": ("SetsItsOwner", "ItemsBefore"),
+}
+"""One program for each kind of error: a world of its own for each takes a second, and that for all of them minutes."""
+
+
+@pytest.mark.parametrize(("name", "phase"), [(name, phase) for phase, names in TOLD.items() for name in names])
+def test_every_kind_of_error_is_told(name: str, phase: str) -> None:
+    found = verdict(name, phase, ended([name], phase, "1f1b")[name])
+    assert is_told(PROGRAMS[name].expected(phase, "1f1b"), found), found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_how_many_verdicts_there_are() -> None:
