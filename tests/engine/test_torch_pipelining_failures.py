@@ -1,6 +1,8 @@
 """What torch.distributed.pipelining 2.13 does wrong without saying so, or refuses, works here.
 
-Each test is one failure that was reproduced there on two to four processes.
+Each test is one failure that was reproduced there on two to four processes. Others are models and sizes of
+`tests/engine/test_equality.py`: gradients of several batches, evaluations between them, tied and frozen weights, odd
+batches, changing lengths, skips, keywords, unused outputs, fewer micro-batches than ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.support import oracle
 from tests.support.equality_sweep import Point, check, pipelined
 from tests.support.model_zoo import ZOO, Entry
 from tests.support.threads import run_threads, thread_world
-from tests.support.zoo.base import WIDTH, Block, Regression, Residual, blocks
+from tests.support.zoo.base import WIDTH, Block, Regression, Residual
 from tests.support.zoo.batches import regression_batches
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved"]
@@ -72,49 +74,6 @@ def test_no_dry_run_reaches_running_statistics(schedule: str) -> None:
     assert counts == [4] * 4
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_second_batch_adds_to_the_gradients_of_the_first(schedule: str) -> None:
-    """There: the second step divides the sum of both by the number of micro-batches, an exponential average."""
-    check(ZOO["mlp"], Point(schedule, stages=4, accumulate=3, steps=2))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_evaluation_leaves_pending_gradients_alone(schedule: str) -> None:
-    """There: every evaluation divides them by the number of micro-batches."""
-
-    def body(pipeline: Pipeline, module: Any) -> bool:
-        train_once(pipeline, module, entry.batches(1)[0], 4)
-        before = {name: p.grad.clone() for name, p in pipeline.local_parameters() if p.grad is not None}
-        with torch.no_grad():
-            pipeline.evaluate(lambda _, part: module.loss(part), oracle.split(entry.batches(2)[1], 3))
-        after = {name: p.grad for name, p in pipeline.local_parameters() if p.grad is not None}
-        return before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-
-    entry = ZOO["residual"]
-    assert over_threads(entry, body, schedule) == [True] * (2 if schedule == "interleaved" else 4)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tied_weights_stay_the_same_on_both_ends(schedule: str) -> None:
-    """There: nothing synchronises the copies; they differ by 0.78 after three steps."""
-
-    def body(pipeline: Pipeline, module: Any) -> tuple[Tensor, ...]:
-        optimizer = module.configure_optimizers()
-        for index, batch in enumerate(entry.batches(3)):
-            optimizer.zero_grad()
-            train_once(pipeline, module, batch, 4, seed=index)
-            optimizer.step()
-        name = "model.transformer.wte.weight"
-        first, last = 0, pipeline.loss_ranks[0]
-        assert pipeline.owners(name) == (first, last)
-        return (module.get_parameter(name).detach(),) if pipeline.holds(name) else ()
-
-    entry = ZOO["gpt2"]
-    copies = [copy for held in over_threads(entry, body, schedule) for copy in held]
-    assert len(copies) == 2
-    assert torch.equal(*copies)
-
-
 class Dropping(Regression):
     """Dropout and batch norm in the layers, dropout outside."""
 
@@ -163,45 +122,6 @@ def test_a_short_forward_only_batch_has_no_stale_rows(schedule: str) -> None:
         assert oracle.close(torch.cat([results[i] for i in sorted(results)]), expected)
 
 
-class Hooked(Regression):
-    """Layers put a hook on the tensor they receive."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks(4))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x.register_hook(self.count)
-            x = layer(x)
-        return self.head(x)
-
-    def count(self, gradient: Tensor) -> None:
-        self.calls += 1
-
-
-def test_hooks_on_activations_do_not_multiply() -> None:
-    """There: the receive buffer is the activation, and its hooks fire 2, 4, 6, … times."""
-    entry = Entry("hooked", Hooked)
-
-    def body(pipeline: Pipeline, module: Any) -> list[int]:
-        counts = []
-        for batch in entry.batches(3):
-            module.calls = 0
-            train_once(pipeline, module, batch, 4)
-            counts.append(module.calls)
-        return counts
-
-    assert [sum(batch) for batch in zip(*over_threads(entry, body), strict=True)] == [16, 16, 16]
-
-
-def test_shared_weights_count_once() -> None:
-    """There: a weight shared by layers got its gradient twice where backward is split."""
-    for schedule in SCHEDULES:
-        check(ZOO["shared_by_layers"], Point(schedule, stages=4))
-
-
 # ------------------------------------------------------------------ what is refused there
 
 
@@ -210,42 +130,6 @@ def test_uneven_micro_batches_and_batches_smaller_than_their_number(size: int, s
     """There: all micro-batches have the first one's shape."""
     entry = Entry("uneven", Residual, lambda number: regression_batches(number, (size,)), layers="layers")
     check(entry, Point(schedule, stages=4, micro_batches=4))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_odd_last_batch(schedule: str) -> None:
-    check(ZOO["odd_batches"], Point(schedule, stages=4, micro_batches=4, steps=6))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_changed_sequence_length(schedule: str) -> None:
-    """There: a longer sequence aborts the process."""
-    check(ZOO["sequence_lengths"], Point(schedule, stages=4, micro_batches=4, steps=6))
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    in_turn(
-        dict_none_and_integers_between_stages="structures",
-        integer_tensors_looked_up_on_later_stages="lookups",
-        activations_and_gradients_that_are_not_contiguous="non_contiguous",
-        in_place_first_operation="in_place",
-        skip_connections_backward="skips",
-        gradients_of_keyword_arguments="keywords",
-        frozen_first_stage="frozen_prefix",
-        outputs_that_nobody_uses="unused_outputs",
-        tied_weights="gpt2",
-        a_model_output_and_a_mask_in_the_batch="bert",
-    ),
-)
-def test_what_may_stand_between_stages(name: str, schedule: str) -> None:
-    check(ZOO[name], Point(schedule, stages=4, micro_batches=4))
-
-
-@pytest.mark.parametrize(("micro_batches", "schedule"), in_turn(one=1, two=2, three=3))
-def test_fewer_micro_batches_than_ranks(micro_batches: int, schedule: str) -> None:
-    """There: 1F1B hung, then raised."""
-    check(ZOO["residual"], Point(schedule, stages=4, micro_batches=micro_batches))
 
 
 def test_two_numbers_of_micro_batches_in_turn() -> None:
