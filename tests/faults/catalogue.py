@@ -37,6 +37,7 @@ class Fault:
         processes: of the run; four are two pipelines.
         told: what the output of all processes must contain.
         each: whether the output of each process must.
+        untold: what the output of no process may contain.
         codes: exit codes that process 0 may have; ``None``: any but 0.
         within: seconds from the fault to the end of the last process.
         timeout: the strategy's, in seconds.
@@ -49,6 +50,7 @@ class Fault:
     processes: int = 2
     told: str = REASON
     each: bool = False
+    untold: str = ""
     codes: tuple[int, ...] | None = None
     within: float = 10.0
     timeout: float = 60.0
@@ -118,6 +120,10 @@ def _everywhere() -> Iterator[Fault]:
             yield _fault("term", phase, process)
     for process in (0, 1):
         yield _fault("lock", "middle", process)
+        for phase in ("middle", "validation"):
+            yield Fault("interrupt", phase, process, told="Detected KeyboardInterrupt",
+                        untold="CommunicationError|Traceback", codes=(1,))  # fmt: skip
+    yield Fault("raise", "after", 1, codes=(1,))
 
 
 def _replicated() -> Iterator[Fault]:

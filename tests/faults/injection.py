@@ -70,6 +70,10 @@ class Injection:
     def term(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def interrupt(self) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts behind "&" ignore it
+        os.kill(os.getpid(), signal.SIGINT)
+
     def hang(self) -> None:
         while True:
             time.sleep(1)

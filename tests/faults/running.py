@@ -70,12 +70,17 @@ class Ended:
             found.append(f"left behind: {', '.join(self.files)}")
         if self.damaged:
             found.append(f"damaged: {', '.join(self.damaged)}")
-        found += self._wrong_codes()
+        return [*found, *self._wrong_codes(), *self._wrong_words()]
+
+    def _wrong_words(self) -> list[str]:
+        fault, found = self.fault, []
         if fault.told and not self.tellers:
             found.append("no reason told")
         if fault.each and len(self.tellers) < fault.processes:
             found.append("not told by each process")
         everything = "\n".join(self.outputs.values())
+        if fault.untold and (told := re.search(fault.untold, everything)):
+            found.append(f"{told[0]} is told")
         if "terminate called" in everything:
             found.append("a crash")
         if fault.success and everything.count("The run has succeeded.") != fault.processes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.faults.__main__ import line, printed
-from tests.faults.catalogue import catalogue
+from tests.faults.catalogue import Fault, catalogue
 from tests.faults.running import run
 
-FAST = ("raise@fit_end:1",)
+FAST = ("raise@fit_end:1", "interrupt@middle:1")
 """Real runs of several processes; tests of the launcher, of stopping and of meetings cover other kinds quickly."""
 
 
@@ -19,3 +21,16 @@ FAST = ("raise@fit_end:1",)
 def test_a_run_with_a_fault_ends_as_it_should(name: str) -> None:
     ended = run(catalogue()[name])
     assert not ended.problems(), f"{line(ended)}\n{printed(ended)}"
+
+
+RUNS, AT_ONCE = 100, 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_short_runs_end_without_a_crash() -> None:
+    """Several at once on few cores: threads that come back late find an interpreter that is ending."""
+    nothing = Fault("nothing", "teardown", 0, told="", codes=(0,), within=60.0)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for ended in pool.map(run, [nothing] * RUNS):
+            assert not ended.problems(), f"{line(ended)}\n{printed(ended)}"

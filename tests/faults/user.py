@@ -212,4 +212,5 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     if resume is not None:
         wrap(PipeStrategy, "load_checkpoint", injection, "resuming")
     trainer.fit(Lit(injection, first), data, held_out, ckpt_path=resume)
+    injection.at("after")
     print("The run has succeeded.")

@@ -103,6 +103,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "gradients": "engine/test_withheld_gradients",
         "divided_module": "trainer/test_equality",
         "model_sharding": "sharding/test_refusals",
+        "processes": "faults/test_faults",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
         "stage_division": "trainer/test_fit",

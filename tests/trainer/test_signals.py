@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partialmethod
 from pathlib import Path
@@ -26,10 +24,8 @@ from lightning_pipe.transport.failures.board import FailureBoard
 from tests.support.evaluated_modules import Evaluated, Rows
 from tests.support.lit_modules import Data, Lit
 from tests.support.pairs import every_second, pairs
-from tests.support.process_groups import check_gone, process_group
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
-from tests.trainer.test_launcher import clean_environment
 
 AT = 3
 """The batch, counted over epochs, in which the signal comes."""
@@ -281,36 +277,3 @@ def test_an_evaluation_is_requeued_without_a_checkpoint_and_goes_on(tmp_path: Pa
     outcomes = run_trainers(requeued_in_evaluation, 2, timeout=50, folder=tmp_path, name=name)
     assert outcomes == [(10, True), (10, False)]
     assert not list(tmp_path.iterdir())
-
-
-SCRIPT = """
-import time, lightning as L, lightning_pipe
-from lightning_pipe.trainer import signals
-from tests.support.lit_modules import Data, Lit
-
-class Slow(Lit):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 1:
-            print("training", flush=True)
-        time.sleep(0.02)
-        return super().training_step(batch, batch_idx)
-
-trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", logger=False, max_epochs=1000,
-                    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(Slow().double(), datamodule=Data())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    with process_group([sys.executable, script], env=clean_environment(), stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None
-        for line in first.stdout:
-            if line.startswith("training"):
-                break
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(timeout=30) == 143
-        check_gone(first, 20)
