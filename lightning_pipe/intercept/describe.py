@@ -10,12 +10,12 @@ from torch import Tensor
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import LEAF, PLAIN, CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Effect, Watch, container_number
-from lightning_pipe.intercept.held import flattened
 from lightning_pipe.intercept.in_place import Noted
 from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import SkipKey
 from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.torch_internals import tree_flatten
 
 
 class RecordCache:
@@ -96,7 +96,7 @@ def _describe(
 ) -> CallRecord:
     # reversed: of an object that is given twice the first position counts
     position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
-    leaves, structure = ([result], LEAF) if isinstance(result, Tensor) else flattened(result, position_of)
+    leaves, structure = ([result], LEAF) if isinstance(result, Tensor) else tree_flatten(result)
     leaves += [*stashed.values()]  # in this order `SkippedLayers` takes them off the end again
     effects: list[tuple[Effect, list[Any]]] = []
     if watch is not None:
@@ -160,7 +160,7 @@ def _described(
         else:
             raise CutError(
                 f"'{name}' returns a {type(leaf).__qualname__}, which cannot be shown to the next stages.",
-                hint="Return tensors, numbers, strings, None, and tuples, lists, dictionaries or dataclasses of them, "
-                "or register the type with torch.utils._pytree.register_pytree_node.",
+                hint="Return tensors, numbers, strings, None, and tuples (named ones too), lists or dictionaries of "
+                "them, or register the type with torch.utils._pytree.register_pytree_node.",
             )
     return tuple(described), new

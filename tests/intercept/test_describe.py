@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import Passed, Repeated
 from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.torch_internals import tree_unflatten
 from tests.intercept.test_skipped_layers import recorded, run_cache
 
 X = torch.ones(2, 3, requires_grad=True)
@@ -56,6 +58,24 @@ def test_a_changed_argument_is_numbered_before_what_is_new() -> None:
     result, call, tracker = recorded(Returns(lambda x: x.add_(1) * 2), torch.ones(2))
     assert call.mutated == (0,)
     assert tracker.numbers.of(result) == call.numbers[1]
+
+
+@dataclass
+class Held:
+    h: Tensor
+
+
+class Named(NamedTuple):
+    h: Tensor
+    count: int
+
+
+def test_a_dataclass_raises_where_a_named_tuple_crosses() -> None:
+    with pytest.raises(CutError, match=r"'layers\.0' returns a Held, which cannot be shown") as caught:
+        recorded(Returns(lambda x: Held(x * 2)), X)
+    assert "tuples (named ones too)" in str(caught.value.hint)
+    result, call, _ = recorded(Returns(lambda x: Named(x * 2, 3)), X)
+    assert tree_unflatten([*call.leaves], call.structure) == Named(TensorSpec.of(result.h), 3)
 
 
 def test_what_cannot_be_shown_raises() -> None:
