@@ -15,7 +15,7 @@ from lightning_pipe.engine.weight_versions import StandIns, WeightVersions
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.parameters.holder_map import named_tensors
-from lightning_pipe.schedules import Kind, stream
+from lightning_pipe.schedules import stream
 from lightning_pipe.torch_internals import NormBase
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ class AsynchronousPipeline:
         self.versions = WeightVersions(pipeline.module, pipeline.ownership)
         self._in_flight: dict[int, _BatchInFlight] = {}
         self._calls = self._arrived = self._before = 0
-        self._checked = False
         self._check_batch_norm(deferred_batch_norm)
 
     # ------------------------------------------------------------------ what the caller asks
@@ -168,7 +167,6 @@ class AsynchronousPipeline:
         """Forget a batch that is done on all ranks, and agree on what micro-batches like its own are to carry."""
         if self._in_flight.pop(number, None) is None:
             return
-        self._check_called()
         size = self.stream.micro_batches
         # A batch that comes after its last call finds the same plans at both ends.
         self._pipeline.executor.agree_on_plans(
@@ -207,18 +205,6 @@ class AsynchronousPipeline:
         return self.versions.using(known[version])
 
     # ------------------------------------------------------------------ what cannot be exact
-
-    def _check_called(self) -> None:
-        """Once: the layers of the stages that this rank has run must have been called."""
-        if not self._checked:
-            ran = {
-                action.stage
-                for number in range(self._calls)
-                for action in self.stream.call(self._rank, number).actions
-                if action.kind is Kind.FORWARD and (action.micro_batch or 0) < self._arrived * self.stream.micro_batches
-            }
-            self._pipeline.check_called(ran, self._pipeline.executor.stages.called)
-            self._checked = True
 
     def _check_steps(self) -> None:
         """Ranks that share a parameter must step for the same batches at the same time."""

@@ -291,23 +291,6 @@ class PartitionedModule:
         """The deferred batch norms and their names."""
         return {part: name for name, part in self.module.named_modules() if isinstance(part, DeferredBatchNorm)}
 
-    def check_called(self, stages: set[int], called: set[int]) -> None:
-        """Warn if the first training batch has left out layers: they cost balance, if another list was meant.
-
-        Args:
-            stages: the stages that this rank has run.
-            called: the layers that it has called.
-        """
-        mine = {number for stage in stages for number in self.stage_layers[stage % len(self.stage_layers)]}
-        missing = sorted(mine - called)
-        if missing:
-            warnings.warn(
-                f"Layer '{self.names[missing[0]]}' was not called in the first training batch "
-                f"({len(missing)} of {len(mine)} layers on {self.transport.describe()} were not). If the step leaves "
-                "layers out at times (a head of another task), all is well. Else layers= names others than it calls.",
-                stacklevel=2,
-            )
-
 
 def _lost(names: Sequence[str]) -> str:
     return (

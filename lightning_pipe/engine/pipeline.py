@@ -32,7 +32,7 @@ from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.parameters.buffer_sync import BufferSync
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, discard_all
 from lightning_pipe.parameters.gradient_groups import GradientGroups
-from lightning_pipe.schedules import Action, Family, Kind, forward_only, lower
+from lightning_pipe.schedules import Action, Family, forward_only, lower
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Event, Timeline
 from lightning_pipe.transport.base import Transport
@@ -102,8 +102,7 @@ class Pipeline(PartitionedModule):
         self._observers: list[BatchObserver] = []
         self._signatures: dict[Hashable, int] = {}
         self._program = cache(self._lowered)
-        # What only a first batch can show: which layers are called, and, by kind of batch, where skips go.
-        self._checked_layers = False
+        # what only a first batch of its kind can show: where skips go
         self._learnt_skips: set[bool] = set()
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
         if deferred_batch_norm and self.synchronous:
@@ -304,10 +303,6 @@ class Pipeline(PartitionedModule):
         self._interceptor.state.begin_batch()
         with self.running(batch.streams):
             executor.run(program, batch)
-        if training and not self._checked_layers:
-            ran = {action.stage for action in program if action.kind is Kind.FORWARD}
-            self.check_called(ran, executor.stages.called)
-            self._checked_layers = True
         # Skip connections of several passes go from stage to stage.
         if executor is self.executor:
             self.learn_skips(training=training)

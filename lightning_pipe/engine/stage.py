@@ -99,7 +99,6 @@ class Stages:
         parameter_use: learns which parameters and modules outside layers steps use.
         device: the rank's device.
         buffers: puts buffers back that a second run changes.
-        called: the layers that have been called so far.
         skipped: by stage, what its layers stashed and popped in their last run.
         again: the stages that have been run in order to run again: it is known which attributes their layers change.
 
@@ -112,7 +111,6 @@ class Stages:
     parameter_use: ParameterUse
     device: torch.device
     buffers: BufferGuard
-    called: set[int] = field(default_factory=set)
     skipped: dict[int, list[SkipEvent]] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
 
@@ -211,8 +209,7 @@ class Stages:
         with forward_pass(stage):
             result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats
-        self.called.update(run.called)
-        if run.called:
+        if run.layer_calls.ran:
             self.skipped[stage] = run.skips.events
         saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole, batch.undisturbed)
         if not run.crossings:

@@ -83,7 +83,6 @@ class StageRun:
         thorough: whether what the code of layers names is compared.
 
     Attributes:
-        called: the layers that this stage has run, once for each call.
         repeats: whether the step has come back to an earlier stage, or has run ahead of what it computes with.
         crossings: what leaves, by the stage that receives it.
         whole: whether its backward pass cannot be divided into halves.
@@ -105,7 +104,6 @@ class StageRun:
         thorough: bool = False,
     ) -> None:
         self.stage, self.training, self._parameter_use = stage, training, parameter_use
-        self.called: list[int] = []
         self.repeats, self._ahead = False, ahead
         self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
@@ -240,7 +238,6 @@ class StageRun:
             self._cut(layer)
         if number < own.start:
             self._come_back(name, self._numbers.behind)
-        self.called.append(number % self.stage.in_one_pass)
         try:
             return self.layer_calls.run(name, key, layer, forward, args, kwargs)
         except ChangedObjectError:

@@ -46,10 +46,3 @@ def test_both_holders_of_a_stage_with_twins_hold_its_parameters() -> None:
 def test_a_balance_that_leaves_layers_over_is_refused() -> None:
     with pytest.raises(PartitionError, match="adds up to 3; there are 4 layers"):
         divided("1f1b", [1, 2])
-
-
-def test_layers_that_were_not_called_are_named() -> None:
-    first, _ = divided("1f1b", [2, 2])
-    first.check_called({0}, called={0, 1})
-    with pytest.warns(UserWarning, match=r"'1' was not called .* \(1 of 2 layers"):
-        first.check_called({0}, called={0})

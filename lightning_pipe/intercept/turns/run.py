@@ -66,7 +66,6 @@ class TurnRun:
         cache: what earlier runs have kept.
 
     Attributes:
-        called: the layers that this rank has run, once for each call.
         complete: whether the step has returned on the rank whose result counts.
     """
 
@@ -89,7 +88,6 @@ class TurnRun:
     ) -> None:
         self._names, self._ranks, self._last, self._place = names, ranks, last, place
         self._parameter_use, self._state = parameter_use, cache.state
-        self.called: list[int] = []
         self._calls_of = Counter[int]()
         self._ended = self.complete = False
         self.tracker = TurnTracker(mail, ranks[0], parameter_use, place, generators)
@@ -154,7 +152,6 @@ class TurnRun:
         self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(self._names[number], layer, args, kwargs)
-        self.called.append(number)
         return self.layer_calls.run(self._names[number], key, layer, forward, args, kwargs)
 
     def call_module(
