@@ -27,16 +27,9 @@ if TYPE_CHECKING:
 
 def check_surroundings(run: StageRun, name: str, layer: nn.Module | None) -> None:
     """Raise if something surrounds layers on both sides of the cut before ``layer`` that cannot be cut."""
-    around = run.surroundings.checkpoint
     if run.training:
         check_not_hidden(name)
     check_not_divided(run.surroundings.hooked, name, layer)
-    if around is not None and around.reentrant and around.begin < len(run.tracker.calls):
-        raise CutError(
-            f"the cut before layer '{name}' lies inside a checkpoint with use_reentrant=True, which computes without "
-            "gradients at first: none would come back over the cut.",
-            hint="Use use_reentrant=False, or one checkpoint for every layer.",
-        )
     if functorch_active() or forward_ad._current_level >= 0:
         raise CutError(
             f"the cut before layer '{name}' lies inside a transform of torch.func (grad, jvp, vmap, ...) or inside "

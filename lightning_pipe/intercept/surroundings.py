@@ -8,7 +8,7 @@ from functools import partial
 
 from torch.utils.hooks import BackwardHook
 
-from lightning_pipe.intercept.torch_patches.activation_checkpoints import Checkpoint
+Stream = Callable[[], AbstractContextManager[None]]
 
 
 class Surroundings:
@@ -18,14 +18,14 @@ class Surroundings:
         isolated: gives a context with the micro-batch's random stream of a key.
 
     Attributes:
-        checkpoint: the activation checkpoint.
+        checkpoint: of what the activation checkpoint runs the random streams, in order.
         hooked: the full backward hooks of modules that have begun and not ended, outermost first.
         inner_hook: whether a forward hook on a part of a layer runs.
     """
 
     def __init__(self, isolated: Callable[..., AbstractContextManager[None]]) -> None:
         self._isolated = isolated
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: list[Stream] | None = None
         self.hooked: list[BackwardHook] = []
         self.inner_hook = False
 
@@ -41,5 +41,5 @@ class Surroundings:
             return nullcontext()
         # Made anew by each call: the checkpoint enters it once now and once more in its second run.
         stream = partial(self._isolated, *key) if key else nullcontext
-        self.checkpoint.streams.append(stream)
+        self.checkpoint.append(stream)
         return stream()

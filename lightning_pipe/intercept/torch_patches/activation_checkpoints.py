@@ -10,20 +10,16 @@ between them, must draw from the streams from which they drew the first time: th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.surroundings import Stream
 from lightning_pipe.intercept.torch_functions import draws, function_name
 from lightning_pipe.intercept.torch_patches.patch import Patch
-
-if TYPE_CHECKING:
-    from lightning_pipe.intercept.stage_run import StageRun
-    from lightning_pipe.intercept.turns.run import TurnRun
 
 # The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called, giving its function first: users
 # have imported it before. The second has a new name in torch 2.15, where the older one leads to it.
@@ -35,58 +31,19 @@ _other = getattr(torch_checkpoint, _OTHER)
 
 _local = threading.local()
 
-Stream = Callable[[], AbstractContextManager[None]]
 
+def _again(function: Callable[..., Any], streams: Sequence[Stream]) -> Callable[..., Any]:
+    """The function of a checkpoint for later times, with the random streams of the first one."""
 
-class Checkpoint:
-    """A checkpoint outside layers: the random streams of what it runs, in order.
-
-    Args:
-        reentrant: whether it runs without gradients the first time: none would come back over a cut inside.
-        begin: how many calls the run had made before.
-    """
-
-    def __init__(self, reentrant: bool, begin: int) -> None:
-        self.reentrant, self.begin = reentrant, begin
-        self.streams: list[Stream] = []
-
-    def first(self, run: StageRun | TurnRun, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function for the first time and for later ones."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if CHECKPOINTS.run is run:
-                with self.noted(run):
-                    return function(*args, **kwargs)
-            return self.again(function)(*args, **kwargs)
-
-        return called
-
-    @contextmanager
-    def noted(self, run: StageRun | TurnRun) -> Iterator[None]:
-        """Around the first time."""
-        if run.surroundings.checkpoint is not None:
-            raise CutError(
-                "a checkpoint surrounds layers and is inside another one.",
-                hint="Use torch.utils.checkpoint once around a layer, or inside layers.",
-            )
-        run.surroundings.checkpoint = self
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before, _local.replay = getattr(_local, "replay", None), _Replay(iter(streams))
         try:
-            yield
+            with _local.replay:
+                return function(*args, **kwargs)
         finally:
-            run.surroundings.checkpoint = None
+            _local.replay = before
 
-    def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function for later times."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            before, _local.replay = getattr(_local, "replay", None), _Replay(iter(self.streams))
-            try:
-                with _local.replay:
-                    return function(*args, **kwargs)
-            finally:
-                _local.replay = before
-
-        return called
+    return called
 
 
 class _Replay(TorchFunctionMode):
@@ -130,13 +87,15 @@ def _passes_over() -> bool:
 
 class _Reentrant(_reentrant):
     @classmethod
-    def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if _passes_over():
-            return function(*args)
+    def apply(cls, *args: Any) -> Any:
         run = CHECKPOINTS.run
         if run is not None and not (run.inside or run.tracker.function):
-            function = Checkpoint(True, len(run.tracker.calls)).first(run, function)
-        return _reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+            raise CutError(
+                "a checkpoint with use_reentrant=True stands outside layers: it computes without gradients at first, "
+                "and none would come back over a cut.",
+                hint="Use use_reentrant=False; inside layers both work.",
+            )
+        return _reentrant.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -147,9 +106,17 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     if run is None or run.inside or run.tracker.function:
         yield from _other(function, *args, **kwargs)
         return
-    checkpoint = Checkpoint(False, len(run.tracker.calls))
-    with checkpoint.noted(run):
-        yield from _other(checkpoint.again(function), *args, **kwargs)
+    if run.surroundings.checkpoint is not None:
+        raise CutError(
+            "a checkpoint surrounds layers and is inside another one.",
+            hint="Use torch.utils.checkpoint once around a layer, or inside layers.",
+        )
+    streams: list[Stream] = []
+    run.surroundings.checkpoint = streams
+    try:
+        yield from _other(_again(function, streams), *args, **kwargs)
+    finally:
+        run.surroundings.checkpoint = None
 
 
 CHECKPOINTS = Patch(

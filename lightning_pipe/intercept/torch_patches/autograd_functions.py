@@ -80,7 +80,8 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(leaf, Tensor) and tracker.numbers.derived(leaf) for leaf in leaves):
         return tracker.call_function(name, apply, args, kwargs)
     # all stages have what it is given, and do the same; a checkpoint enters one stream for it when it runs again
-    again = run.surroundings.stream(-1, len(tracker.calls)) if run.surroundings.checkpoint else nullcontext()
+    checkpointed = run.surroundings.checkpoint is not None
+    again = run.surroundings.stream(-1, len(tracker.calls)) if checkpointed else nullcontext()
     with again, tracker.within(name):
         return apply(*args, **kwargs)
 
