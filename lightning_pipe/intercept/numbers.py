@@ -49,14 +49,6 @@ class Numbers:
         if number >= self.following:
             self.following = number + 1
 
-    def rename(self, old: Tensor, new: Tensor, *, replace: bool) -> None:
-        """Let ``new`` carry the number of ``old`` too; with ``replace`` it is the one that crosses a cut."""
-        number = self.of(old)
-        if number is not None:
-            new._pipe_number = (self._token, number)  # type: ignore[attr-defined]
-            if replace:
-                self._alive[number] = weakref.ref(new)
-
     def give(self, tensor: Tensor) -> int:
         """The number of a derived tensor, (2) in `stage_run`; a new one when it is seen for the first time."""
         known = self.of(tensor)

@@ -16,7 +16,6 @@ from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
-from lightning_pipe.intercept.torch_patches.backward_hooks import check_not_divided
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import functorch_active
@@ -25,11 +24,10 @@ if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
 
 
-def check_surroundings(run: StageRun, name: str, layer: nn.Module | None) -> None:
-    """Raise if something surrounds layers on both sides of the cut before ``layer`` that cannot be cut."""
+def check_surroundings(run: StageRun, name: str) -> None:
+    """Raise if something surrounds layers on both sides of the cut before a layer that cannot be cut."""
     if run.training:
         check_not_hidden(name)
-    check_not_divided(run.surroundings.hooked, name, layer)
     if functorch_active() or forward_ad._current_level >= 0:
         raise CutError(
             f"the cut before layer '{name}' lies inside a transform of torch.func (grad, jvp, vmap, ...) or inside "

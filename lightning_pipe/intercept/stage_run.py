@@ -235,7 +235,7 @@ class StageRun:
         if self.arrival.pending is not None:
             self.arrive()
         if number >= own.stop:
-            self._cut(layer)
+            self._cut()
         if number < own.start:
             self._come_back(name, self._numbers.behind)
         try:
@@ -309,9 +309,9 @@ class StageRun:
         again = Crossing(RunRecord((CallRecord(AGAIN, (), ()),), ()), {}, (0,))
         self.crossings = {} if self.stage.last else {self.stage.stage + 1: again}
 
-    def _cut(self, layer: nn.Module | None = None) -> NoReturn:
-        """The next stage's first ``layer`` is reached, (5): collect what is alive and end the step."""
-        check_surroundings(self, self.stage.next_name, layer)
+    def _cut(self) -> NoReturn:
+        """The next stage's first layer is reached, (5): collect what is alive and end the step."""
+        check_surroundings(self, self.stage.next_name)
         with self.tracker.paused():
             self.crossings = crossings_of(self.stage, self.tracker, self.arrival, self.layer_calls.routed)
         raise _EndOfStage

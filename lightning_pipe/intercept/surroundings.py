@@ -1,12 +1,10 @@
-"""What of the user's step is around the code that runs now: checkpoints, hooks, and its random stream."""
+"""What of the user's step is around the code that runs now: checkpoints, hooks in layers, and its random stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-
-from torch.utils.hooks import BackwardHook
 
 Stream = Callable[[], AbstractContextManager[None]]
 
@@ -19,14 +17,12 @@ class Surroundings:
 
     Attributes:
         checkpoint: of what the activation checkpoint runs the random streams, in order.
-        hooked: the full backward hooks of modules that have begun and not ended, outermost first.
         inner_hook: whether a forward hook on a part of a layer runs.
     """
 
     def __init__(self, isolated: Callable[..., AbstractContextManager[None]]) -> None:
         self._isolated = isolated
         self.checkpoint: list[Stream] | None = None
-        self.hooked: list[BackwardHook] = []
         self.inner_hook = False
 
     def stream(self, *key: int) -> AbstractContextManager[None]:

@@ -60,6 +60,7 @@ class Tracker(TorchFunctionMode):
         alone: whether no other micro-batch is under way.
 
     Attributes:
+        partial: as given.
         alone: as given.
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
         changing: told which tensors a function is about to change in place; ``None``: nobody asks.
@@ -87,7 +88,7 @@ class Tracker(TorchFunctionMode):
         self.numbers = Numbers()
         self.digest = Digest(self.numbers, parameter_use.name_of, idle=not partial)
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
-        self._partial, self.alone, self._expected = partial, alone, expected or ()
+        self.partial, self.alone, self._expected = partial, alone, expected or ()
         self._read_before: dict[int, Tensor | None] = {}
         self._stream, self._parameter_use = stream, parameter_use
         self._off = 0
@@ -178,7 +179,7 @@ class Tracker(TorchFunctionMode):
                         f"'{name}' needs tensor argument {position}: {self.numbers.unfilled[known]}", hint=NO_VIEWS
                     )
                 self.used.add(known)
-            elif self._partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
+            elif self.partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
                 raise CutError(
                     f"'{name}' uses a tensor {tuple(tensor.shape)} {tensor.dtype} that left a layer otherwise than by "
                     "its result, through a pre-hook or a global for instance; the layers of other stages cannot give "
@@ -292,7 +293,7 @@ class Tracker(TorchFunctionMode):
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
         # what the code reads may decide its path: stages that wait read the same
         told = values_read(name, result) if not numbers else None if written else new_results(result, tensors)
-        if self.function and self._partial and (told is None or self.in_place.changed(before, name)):
+        if self.function and self.partial and (told is None or self.in_place.changed(before, name)):
             raise CutError(
                 f"the torch.autograd.Function '{name}' changes a tensor in place, or returns something else than new "
                 "tensors on the device of what it is given: other stages cannot see it.",

@@ -147,10 +147,10 @@ class Tanh(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
         self.register_forward_hook(lambda module, args, result: result.tanh())
-        self.register_full_backward_hook(
+        self.linear.register_full_backward_hook(
             lambda module, inputs, outputs: tuple(g if g is None else 0.9 * g for g in inputs)
         )
-        self.register_full_backward_pre_hook(lambda module, outputs: (0.8 * outputs[0],))
+        self.linear.register_full_backward_pre_hook(lambda module, outputs: (0.8 * outputs[0],))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)

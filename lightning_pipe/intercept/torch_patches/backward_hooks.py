@@ -1,8 +1,7 @@
-"""Lets modules and tensors have backward hooks.
+"""Lets tensors have backward hooks, and refuses those of modules that are no parts of a layer.
 
-``register_full_backward_hook`` puts a node into the graph before and behind a module. Where an earlier stage computes
-the module there is no graph: the hook runs on the rank that computes it. There, what comes out of a node counts as the
-tensor that went in. A module that is cut has the one node here and the other one there: its hook cannot run.
+``register_full_backward_hook`` puts a node into the graph before and behind a module, and tensors of its own between
+them, which are none of those that the module is given on stages that do not compute it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
@@ -23,37 +23,14 @@ _original = BackwardHook._apply_on_tensors
 
 def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     run = BACKWARD_HOOKS.run
-    if run is None or run.inside:
-        return _original(self, fn, args)  # type: ignore[no-untyped-call]
-    hooked = run.surroundings.hooked
-    is_output = self.n_inputs >= 0  # known from the first call on, which is for the input
-    if not is_output and run.tracker.waiting and run.tracker.complete:
-        run.arrive()  # it is this stage's first layer
-    if any(isinstance(arg, Placeholder) for arg in args):
-        # Places without tensors: the input has gradients, elsewhere.
-        return args, None if is_output else []
-    with run.tracker.paused():
-        results, places = _original(self, fn, args)  # type: ignore[no-untyped-call]
-    for old, new in zip(args, results, strict=True):
-        if isinstance(old, Tensor) and new is not old:
-            run.tracker.numbers.rename(old, new, replace=is_output)
-    if is_output and self in hooked:
-        del hooked[hooked.index(self) :]
-    elif not is_output and places is not None and self.user_hooks:
-        hooked.append(self)
-    return results, places
-
-
-def check_not_divided(hooks: list[BackwardHook], layer: str, module: nn.Module | None) -> None:
-    """Raise if a module with hooks has begun, other than ``module``, which is the layer behind the cut."""
-    for hook in hooks:
-        if hook.module is not module:
-            raise CutError(
-                f"the cut before layer '{layer}' lies inside a {type(hook.module).__name__} with a full backward hook, "
-                "which needs the gradients at both ends of the module on one stage.",
-                hint="Register it on the layers, or one on the tensor that goes into the module: x.register_hook(...); "
-                "a full backward pre-hook, which needs those of the result alone, works.",
-            )
+    refused = run is not None and run.tracker.partial and not run.inside and torch.is_grad_enabled()
+    if refused and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        raise CutError(
+            f"a {type(self.module).__name__} that is no part of a layer has a full backward hook: the gradients at its "
+            "two ends may be on two stages.",
+            hint="Register it on a part of the layer, or one on a tensor in the step: x.register_hook(...).",
+        )
+    return _original(self, fn, args)  # type: ignore[no-untyped-call]
 
 
 def _noticed(name: str) -> Callable[..., Any]:

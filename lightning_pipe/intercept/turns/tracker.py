@@ -213,7 +213,7 @@ class TurnTracker(Tracker):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record or follow one torch call outside layers, on the rank that has the parameters in it."""
-        if not (self._off or self.function) and self._partial:
+        if not (self._off or self.function) and self.partial:
             leaves = leaves_of(args, kwargs or {})
             parameters = [leaf for leaf in leaves if type(leaf) is not Tensor and isinstance(leaf, nn.Parameter)]
             if parameters and function_name(func) not in METADATA:
@@ -221,7 +221,7 @@ class TurnTracker(Tracker):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        if not self._partial:
+        if not self.partial:
             return super()._run(name, func, args, kwargs, tensors)
         own = kwargs.get("generator")
         before = self._states(own) if (random := draws(func, name)) else ()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
+from torch.nn.modules.module import register_module_full_backward_hook
 
 from lightning_pipe.errors import CutError
 from tests.support.engine_runs import assert_same, pipelined, single_device
@@ -54,16 +54,13 @@ def behind(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 class PreHooks(Net):
     def __init__(self) -> None:
         super().__init__()
-        for module in (self.embed, *self.layers, self.head):
-            module.register_full_backward_pre_hook(before)
+        self.head.register_full_backward_pre_hook(before)
 
 
 class FullHooks(Net):
     def __init__(self) -> None:
         super().__init__()
-        for module in (self.embed, *self.layers, self.head):
-            module.register_full_backward_hook(behind)
-            module.register_full_backward_pre_hook(before)
+        self.layers[2].register_full_backward_hook(behind)
 
 
 class Chain(Net):
@@ -80,26 +77,14 @@ class Chain(Net):
     def register(self, module: Any) -> None: ...
 
 
-class ChainOfHooks(Chain):
-    def register(self, module: Any) -> None:
-        for layer in module:
-            layer.register_full_backward_hook(behind)
-            layer.register_full_backward_pre_hook(before)
-
-
-class PreHookOfAll(Chain):
-    def register(self, module: Any) -> None:
-        module.register_full_backward_pre_hook(before)
-
-
 class ForwardHooks(Chain):
-    """Return something else, at the cut as well."""
+    """Return something else, at the cut as well, and hook it: the remedy for backward hooks of layers."""
 
     def register(self, module: Any) -> None:
         for each in (module, *module):
             each.register_forward_hook(lambda module, args, result: result * 2 + args[0])
             each.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
-            each.register_full_backward_pre_hook(before)
+            each.register_forward_hook(lambda module, args, result: result.register_hook(half) and None)
 
 
 class HooksInLayers(Net):
@@ -155,8 +140,7 @@ class InsideLayers(Net):
             return torch.tanh(z)
 
 
-EXACT = [PreHooks, FullHooks, ChainOfHooks, PreHookOfAll, ForwardHooks, HooksInLayers, BetweenLayers, OnNodes,
-         OnSeveral, InsideLayers]  # fmt: skip
+EXACT = [ForwardHooks, HooksInLayers, BetweenLayers, OnNodes, OnSeveral, InsideLayers]
 
 
 def check(net: type[Net], run: dict[str, Any]) -> None:
@@ -176,15 +160,17 @@ def test_backward_hooks_act_as_on_one_device(net: type[Net], run: dict[str, Any]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
-def test_hooks_of_all_modules_act_as_on_one_device(run: dict[str, Any]) -> None:
-    handles = [register_module_full_backward_hook(behind), register_module_full_backward_pre_hook(before)]
+def test_hooks_of_all_modules_raise(run: dict[str, Any]) -> None:
+    handle = register_module_full_backward_hook(behind)
     try:
-        check(Net, run)
-        with pytest.raises(CutError, match="lies inside a Sequential with a full backward hook"):
-            pipelined(Chain(), batches(1), 2, layers="layers", **run)
+        with pytest.raises(CutError, match="that is no part of a layer has a full backward hook"):
+            pipelined(Net(), batches(1), 2, layers="layers", **run)
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
+
+
+def test_hooks_of_modules_act_where_all_layers_are_together() -> None:
+    check(FullHooks, {"ranks": 1, "stages": 1})
 
 
 class FullHookOfAll(Chain):
@@ -234,7 +220,9 @@ _PART = "a backward hook is registered on a tensor that an earlier stage compute
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (FullHookOfAll, r"the cut before layer 'layers\.[12]' lies inside a Sequential with a full backward hook"),
+        (FullHookOfAll, "a Sequential that is no part of a layer has a full backward hook"),
+        (FullHooks, "a Block that is no part of a layer has a full backward hook"),
+        (PreHooks, "a Linear that is no part of a layer has a full backward hook"),
         (TooLate, _PART),
         (OnNodeTooLate, _PART),
         (OnBothSides, _PART),
