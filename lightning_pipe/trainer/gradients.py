@@ -1,19 +1,21 @@
-"""Gradients of a run between ``training_step`` and the optimizer's step."""
+"""Gradients of a run between ``training_step`` and the optimizer's step, and what optimizers take of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.parameters.mixing import Mixing
+from lightning_pipe.patches import replaced
 from lightning_pipe.sharding.undone import refer_to_module
 from lightning_pipe.trainer.whole_model.absent_gradients import AbsentGradients
 from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
@@ -22,6 +24,16 @@ _NO_GRADIENTS = (
     "In an optimizer's step the parameters of other ranks have no gradient, like frozen ones: weight.grad is None. "
     "Optimizers of torch leave such parameters out: `if weight.grad is None: continue`."
 )
+
+
+def not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that ``BaseFinetuning`` adds to an optimizer.
+
+    Lightning (2.6) also leaves out those that are equal to one in it (``torch.equal``), and each rank has the values of
+    its own stages alone.
+    """
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in params if id(parameter) not in known]
 
 
 class Gradients:
@@ -49,6 +61,8 @@ class Gradients:
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Show hooks the gradients of all ranks, and refuse optimizers that join those of several parameters."""
         several = len(self._pipeline.pipeline_members) > 1
+        others = staticmethod(not_in_optimizer)
+        self._changed.enter_context(replaced(BaseFinetuning, "filter_on_optimizer", others, gated=False))
         # an asynchronous schedule has gradients of different batches on different ranks
         scattered = self._pipeline.reductions.scattered
         if (several or scattered) and self._pipeline.asynchronous is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +26,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.undivided import look
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.intercept.random_streams import RandomStreams, mix
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
@@ -39,10 +40,8 @@ from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.layer_costs import LayerCosts
 from lightning_pipe.trainer.report import Report
-from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
-from lightning_pipe.trainer.whole_model.finetuning import known_by_identity
 from lightning_pipe.trainer.whole_model.logging import moved_once
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
@@ -56,13 +55,9 @@ FIRST_STEPS = {
     TrainerFn.PREDICTING: "predict_step",
 }
 """The step that says in which order a run calls layers."""
-_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
 _TRANSFORMS = ("transfer_batch_to_device", "on_after_batch_transfer")
+_TRAINING, _EVALUATION, _TRANSFER = range(3)
+"""What a stream of random numbers is for."""
 
 
 class PipelineRun:
@@ -106,7 +101,9 @@ class PipelineRun:
         self._module, self._world = module, world
         self._splitter = BatchSplitter(module, pipeline, world, splitting)
         self._costs = LayerCosts(module, pipeline, profiles)
-        self._seeds = Seeds(seed, world.transport.replica)
+        self._seed, replica = seed, world.transport.replica
+        # one after the other, the same on all ranks of a pipeline
+        self._seeds = {use: map(partial(mix, seed, use, replica), count()) for use in (_EVALUATION, _TRANSFER)}
         self._step: UserStep | None = None
         self._evaluations: Evaluations | None = None
         self._changed = ExitStack()
@@ -125,7 +122,6 @@ class PipelineRun:
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._changed.enter_context(deciding_together(self._precision, self.pipeline))
         self._changed.enter_context(moved_once())
-        self._changed.enter_context(known_by_identity())
         if fitting:
             self._changed.enter_context(self.loaders.order.kept())
             self._changed.callback(self.gradients.end)
@@ -143,7 +139,7 @@ class PipelineRun:
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
         self._changed.enter_context(self._step.attributes.hooks.installed())
-        steps = EvaluationSteps(self.pipeline, self._step, self._precision, self._seeds, self._splitter.options)
+        steps = EvaluationSteps(self.pipeline, self._step, self._seeds[_EVALUATION], self._splitter.options)
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
         if fitting:
@@ -217,15 +213,14 @@ class PipelineRun:
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:
         """What a step calls, on process 0 at least."""
         assert self._step is not None
-        batch, seed, whole = args[0], self._seeds.training(0), self.pipeline.whole
+        batch, seed, whole = args[0], mix(self._seed, _TRAINING, 0), self.pipeline.whole
         parts = MicroBatches([batch], [1], [1.0])
         with suppress(ConfigurationError):  # how to cut it is not clear: the batch itself will say so
             parts = self._splitter.split(batch) if name == "training_step" else parts
         if whole and self._world.transport.process > 0:
             return []
-        context = getattr(self._precision, _CONTEXTS[name])
         with naming_suspects(batch, parts), self._step.running(turns=not whole):
-            step = StepOfBatch(self._step, name, args[1:], context, parts)
+            step = StepOfBatch(self._step, name, args[1:], parts)
             return look(self.pipeline, step, parts.parts[0], training=name == "training_step", seed=seed)
 
     def train(self, args: Sequence[Any], optimizers: Sequence[Optimizer]) -> Any:
@@ -260,15 +255,11 @@ class PipelineRun:
         except ConfigurationError:
             self.report.cannot_cut()
             raise
-        seed = self._seeds.training(trainer.fit_loop.epoch_loop.total_batch_idx)
+        seed = mix(self._seed, _TRAINING, trainer.fit_loop.epoch_loop.total_batch_idx)
         parts = self._looked_at(parts, rest, seed)
         weights = [weight * scale for weight in self._splitter.weights(parts)]
         self.report.batch(parts, self.loaders.order.notes, chosen=self._splitter.number == "auto")
-        return self._step_of(parts, rest), weights, seed
-
-    def _step_of(self, parts: MicroBatches, rest: Sequence[Any]) -> StepOfBatch:
-        assert self._step is not None
-        return StepOfBatch(self._step, "training_step", rest, self._precision.train_step_context, parts)
+        return StepOfBatch(self._step, "training_step", rest, parts), weights, seed
 
     def _looked_at(self, parts: MicroBatches, rest: Sequence[Any], seed: int) -> MicroBatches:
         """A batch as a look at it tells to cut it. Collective over all processes if it is looked at."""
@@ -279,7 +270,8 @@ class PipelineRun:
         if number is None and not is_open:
             return parts
         with self._step.running():
-            verdict = self._step.checks.look(self.pipeline, self._step_of(parts, rest), parts, seed, number or 0)
+            step = StepOfBatch(self._step, "training_step", rest, parts)
+            verdict = self._step.checks.look(self.pipeline, step, parts, seed, number or 0)
         verdicts = self._world.transport.all_gather_object(verdict, self._world.everyone)
         decided = self._splitter.decided(parts, verdicts)
         if decided is parts:
@@ -316,7 +308,7 @@ class PipelineRun:
         if not any(is_overridden(hook, owner) for hook in _TRANSFORMS for owner in owners):
             yield
             return
-        streams = RandomStreams(self._seeds.transfer(), self.pipeline.transport.device)
+        streams = RandomStreams(next(self._seeds[_TRANSFER]), self.pipeline.transport.device)
         with streams.batch():
             streams.seed_user_code(0)
             yield

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -32,21 +32,8 @@ _KINDS = (
 )
 
 
-class Registered(NamedTuple):
-    """A hook that a step has registered.
-
-    Args:
-        handle: removes it.
-        again: registers it anew.
-    """
-
-    handle: RemovableHandle
-    again: Callable[[], RemovableHandle]
-
-    @property
-    def is_there(self) -> bool:
-        """Whether nobody has removed it."""
-        return self.handle.id in (self.handle.hooks_dict_ref() or ())
+Registered = tuple[RemovableHandle, Callable[[], RemovableHandle]]
+"""A hook that a step has registered: removes it, registers it anew."""
 
 
 class HooksOfBatch:
@@ -62,12 +49,15 @@ class HooksOfBatch:
             self._complete.append(hooks)
             return
         self._removed = hooks
-        for hook in hooks:
-            hook.handle.remove()
+        for handle, _ in hooks:
+            handle.remove()
 
     def left(self) -> tuple[int, ...]:
         """The hooks that are still there, by their places among all that the run has registered."""
-        found = (tuple(place for place, hook in enumerate(hooks) if hook.is_there) for hooks in self._complete)
+        found = (
+            tuple(place for place, (handle, _) in enumerate(hooks) if handle.id in (handle.hooks_dict_ref() or ()))
+            for hooks in self._complete
+        )
         return next(filter(None, found), ())
 
     def put_back(self, left: Sequence[int]) -> None:
@@ -88,7 +78,8 @@ class HooksOfBatch:
                 hint="Register hooks that stay in setup or configure_model.",
             )
         for place in left:
-            self._removed[place].again()
+            _, register = self._removed[place]
+            register()
 
 
 class StepHooks:
@@ -117,7 +108,7 @@ class StepHooks:
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:
             handle = register(module, *args, **kwargs)
             if self._noted is not None and id(module) in self._modules and not self._computing():
-                self._noted.append(Registered(handle, partial(register, module, *args, **kwargs)))
+                self._noted.append((handle, partial(register, module, *args, **kwargs)))
             return handle
 
         return noting

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,14 +23,54 @@ from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.attribute_sync import AttributeSync
 from lightning_pipe.trainer.own_sources import untouched
 from lightning_pipe.trainer.step_hooks import HooksOfBatch
-from lightning_pipe.trainer.step_report import StepReport, known_outputs, losses_of
-from lightning_pipe.trainer.whole_model.logging import Log, Logged, combine, merge
+from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, single_value
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingBroadcast
 from lightning_pipe.warn_once import WarnOnce
 
-Context = Callable[[], AbstractContextManager[None]]
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+"""What the Trainer's precision plugin has around each step."""
+
+
+@dataclass
+class StepReport:
+    """What one rank with the last stage reports about a batch.
+
+    Args:
+        outputs: what the step returned for each micro-batch; ``None`` if nobody looks at it.
+        logged: what the step logged.
+        changes: what the step changed in the attributes of the LightningModule.
+        asked: whether this rank was asked to stop the training, and by signals to end, and to save and be requeued.
+        repeats: whether the step has ended since it has to run in another way.
+        hooks: those on modules that the step has left, by their places among all that it has registered.
+    """
+
+    outputs: dict[int, Any] | None
+    logged: list[Merged]
+    changes: list[Change]
+    asked: list[bool]
+    repeats: bool = False
+    hooks: tuple[int, ...] = ()
+
+
+def known_outputs(reports: Sequence[StepReport]) -> dict[int, Any]:
+    """What the step returned for each micro-batch, as far as it was sent to this rank."""
+    return {index: output for report in reports for index, output in (report.outputs or {}).items()}
+
+
+def losses_of(outputs: Mapping[int, Any]) -> dict[int, float]:
+    """The losses that a step returned, by micro-batch; an evaluation may return anything."""
+    given = {
+        index: each["loss"] if isinstance(each, Mapping) and "loss" in each else each for index, each in outputs.items()
+    }
+    found = {index: single_value(each) for index, each in given.items()}
+    return {index: value.item() for index, value in found.items() if value is not None}
 
 
 class UserStep:
@@ -157,7 +197,7 @@ class UserStep:
         trainer: Any = self.module.trainer
         if not training:
             return [trainer.should_stop, False, False]
-        return self._world.any_of([trainer.should_stop, *trainer.strategy.processes.signals.asked])
+        return self._world.any_counterpart([trainer.should_stop, *trainer.strategy.processes.signals.asked])
 
     def take_over(self, reports: Sequence[StepReport], *, training: bool) -> None:
         """Stop the training if a report asks for it; act on signals before the next batch."""
@@ -203,7 +243,6 @@ class StepOfBatch:
         user_step: what the steps of all batches have in common.
         name: the method of the LightningModule.
         rest: its arguments after the batch.
-        context: entered around each run of it, for precision.
         micro_batches: the batch.
         ranks: those that complete it; ``None``: all with the last stage.
 
@@ -220,14 +259,15 @@ class StepOfBatch:
         user_step: UserStep,
         name: str,
         rest: Sequence[Any],
-        context: Context,
         micro_batches: MicroBatches,
         ranks: Sequence[int] | None = None,
     ) -> None:
         self.micro_batches = micro_batches
         self._ranks = user_step.pipeline.loss_ranks if ranks is None else ranks
         self._user_step = user_step
-        self._method, self._rest, self._context = getattr(user_step.module, name), rest, context
+        trainer: Any = user_step.module.trainer
+        self._method, self._rest = getattr(user_step.module, name), rest
+        self._context = getattr(trainer.precision_plugin, _CONTEXTS[name])
         self._training = name == "training_step"
         self._logged: Logged = {}
         self._hooks = HooksOfBatch()

@@ -187,21 +187,20 @@ class World:
         if members is None:
             # in a step only the ranks of the same stage are sure to ask
             members = self.replica_members if self.local else self.everyone
-        if len(members) == 1:
-            return decision
-        flag = torch.tensor([int(decision)])
-        self.transport.all_reduce(flag, members, "min" if unanimous else "max").wait()
-        return bool(flag.item())
+        return self.any_of([decision != unanimous], members)[0] != unanimous
 
-    def any_of(self, flags: list[bool]) -> list[bool]:
+    def any_counterpart(self, flags: list[bool]) -> list[bool]:
         """Whether any process says yes to each question, of those that have this rank in their pipeline."""
-        topology = self.transport.topology
-        for members in (self.replica_members, topology.tensor_processes(self.transport.process)):
-            if len(members) > 1:
-                said = torch.tensor(flags, dtype=torch.long)
-                self.transport.all_reduce(said, members, "max").wait()
-                flags = said.bool().tolist()
-        return flags
+        flags = self.any_of(flags, self.replica_members)
+        return self.any_of(flags, self.transport.topology.tensor_processes(self.transport.process))
+
+    def any_of(self, flags: list[bool], members: tuple[int, ...]) -> list[bool]:
+        """Whether any process of a group says yes to each question."""
+        if len(members) == 1:
+            return flags
+        said = torch.tensor(flags, dtype=torch.long)
+        self.transport.all_reduce(said, members, "max").wait()
+        return [bool(each) for each in said]
 
 
 @contextmanager

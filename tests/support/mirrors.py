@@ -100,7 +100,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "trainer": {
         "attribute_sync": "intercept/test_module_state",
-        "gradients": "engine/test_withheld_gradients",
         "divided_module": "trainer/test_equality",
         "model_sharding": "sharding/test_refusals",
         "processes": "faults/test_faults",
@@ -108,7 +107,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "run": "trainer/test_equality",
         "stage_division": "trainer/test_fit",
         "strategy": "trainer/test_equality",
-        "user_step": "trainer/test_equality",
     },
     "trainer/asynchronous": {"training_loop": "trainer/asynchronous/test_streaming"},
     "trainer/checkpoints": {

@@ -31,8 +31,7 @@ from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
 from lightning_pipe.trainer.asynchronous.training_loop import TrainingLoop
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.signals import Signals
-from lightning_pipe.trainer.step_report import StepReport, known_outputs
-from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
+from lightning_pipe.trainer.user_step import StepOfBatch, StepReport, UserStep, known_outputs
 from lightning_pipe.trainer.world import World
 
 

@@ -71,10 +71,7 @@ class Loaders:
         """Raise if the data of some replicas has ended and that of others has not: these would wait for ever."""
         if batches - (not ended) >= _limit(self._trainer):
             return  # the data is longer than needed; a batch ahead may have been asked for
-        members = self._world.replica_members
-        if not self._world.agree(ended, unanimous=False, members=members):
-            return
-        if not self._world.agree(ended, unanimous=True, members=members):
+        if all(self._world.any_of([ended, not ended], self._world.replica_members)):
             replica = self._world.transport.replica
             here = f"replica {replica} has {batches} batches" if ended else f"replica {replica} has {batches} or more"
             raise ConfigurationError(

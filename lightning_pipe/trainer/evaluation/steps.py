@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-
-from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pipe.batches.joining import join
 from lightning_pipe.batches.micro_batches import MicroBatches, divide_batch
@@ -15,7 +13,6 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
-from lightning_pipe.trainer.seeds import Seeds
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
 
@@ -56,27 +53,19 @@ class EvaluationSteps:
     Args:
         pipeline: the module over the ranks.
         user_step: what the steps of all batches have in common.
-        precision: the Trainer's precision plugin.
-        seeds: of the random streams.
+        seeds: of the random streams of batches.
         options: the strategy's options for batches.
 
     Attributes:
         waiting: the methods of which a batch has had to run again behind the batches before it.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, user_step: UserStep, precision: Precision, seeds: Seeds, options: BatchSplitting
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, user_step: UserStep, seeds: Iterator[int], options: BatchSplitting) -> None:
         self.pipeline, self.user_step, self.options = pipeline, user_step, options
         self._seeds, self.waiting = seeds, set[str]()
         # what each run has changed in layers since the last batch that was run in turns; the methods that change none
         self._before: list[Snapshot] = []
         self._leaves_layers: set[str] = set()
-        self._contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {
-            "validation_step": precision.val_step_context,
-            "test_step": precision.test_step_context,
-            "predict_step": precision.predict_step_context,
-        }
 
     def begin(self, name: str, args: Sequence[Any], seed: int | None = None) -> RunStep:
         """The step of the next batch.
@@ -87,11 +76,11 @@ class EvaluationSteps:
             seed: of the batch's random streams; ``None``: the next one.
         """
         batch, *rest = args
-        seed = self._seeds.evaluation() if seed is None else seed
+        seed = next(self._seeds) if seed is None else seed
         parts = self._cut(batch)
         # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
         ranks = self.pipeline.loss_ranks[: len(parts.parts)]
-        step = StepOfBatch(self.user_step, name, rest, self._contexts[name], parts, ranks)
+        step = StepOfBatch(self.user_step, name, rest, parts, ranks)
         return RunStep(step, name, args, seed, ranks)
 
     def run(self, run: RunStep) -> None:

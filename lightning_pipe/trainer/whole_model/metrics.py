@@ -74,8 +74,8 @@ class Metrics:
     def install(self) -> None:
         """Take over synchronisation, and see what steps do to metrics."""
         metric: Any
-        self._replace(Metric, "forward", self._touching(self._counting(_forward)))
-        self._replace(Metric, "reset", self._touching(_reset))
+        self._replace(Metric, "forward", self._forward)
+        self._replace(Metric, "reset", self._reset)
         for metric in self._metrics:
             self._replace(metric, "update", self._update(metric, metric.update))
             self._replace(metric, "compute", self._compute(metric, metric.compute))
@@ -119,24 +119,17 @@ class Metrics:
         if self._touched is not None and id(metric) not in self._touched:
             self._touched[id(metric)] = Snapshot({"": metric})
 
-    def _touching(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def wrapper(metric: Metric, *args: Any, **kwargs: Any) -> Any:
-            self._touch(metric)
-            return method(metric, *args, **kwargs)
+    def _forward(self, metric: Metric, *args: Any, **kwargs: Any) -> Any:
+        self._touch(metric)
+        self._forwards += 1
+        try:
+            return _forward(metric, *args, **kwargs)
+        finally:
+            self._forwards -= 1
 
-        return wrapper
-
-    def _counting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def wrapper(metric: Metric, *args: Any, **kwargs: Any) -> Any:
-            self._forwards += 1
-            try:
-                return forward(metric, *args, **kwargs)
-            finally:
-                self._forwards -= 1
-
-        return wrapper
+    def _reset(self, metric: Metric) -> None:
+        self._touch(metric)
+        _reset(metric)
 
     def _check_known(self, metric: Metric) -> None:
         """Raise where a step asks for the result of batches that this rank has not seen."""

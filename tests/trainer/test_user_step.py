@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipe.trainer.step_report import StepReport, known_outputs, losses_of
+from lightning_pipe.trainer.user_step import StepReport, known_outputs, losses_of
 
 
 def test_outputs_of_several_ranks_come_together() -> None:
