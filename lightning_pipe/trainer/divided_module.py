@@ -43,7 +43,6 @@ class DividedModule:
         splitting: the strategy's options for batches.
         choice: the schedule, if it was chosen for this run.
         seed: from which all random streams derive.
-        notes: lines for the plan.
         changed: undoes at the end of the run what must not stay.
 
     Attributes:
@@ -59,11 +58,10 @@ class DividedModule:
         splitting: BatchSplitting,
         choice: ScheduleChoice | None,
         seed: int,
-        notes: tuple[str, ...],
         changed: ExitStack,
     ) -> None:
         self._module, self._world, self._options, self._splitting = module, world, options, splitting
-        self._choice, self._seed, self._notes, self._changed = choice, seed, notes, changed
+        self._choice, self._seed, self._changed = choice, seed, changed
         self.run: PipelineRun | None = None
         self.calls: CallStore | None = None
         self._known: tuple[list[str], list[str]] = [], []
@@ -167,8 +165,7 @@ class DividedModule:
         zero = options.shard_optimizer in (True, "gradients")
         sharded = ShardedOptimizers(pipeline, trainer.precision_plugin) if zero else None
         chosen_by = () if self._choice is None else (f"schedule chosen: {self._choice.reason}",)
-        notes = (*notes, *chosen_by, *self._notes)
-        report = Report(module, pipeline, world.layout, notes, costs, built, options.shard_optimizer)
+        report = Report(module, pipeline, world.layout, (*notes, *chosen_by), costs, built, options.shard_optimizer)
         known = chosen is not None and not chosen.guessed
         late = None if known else partial(own.by_first_batch, pipeline)
         self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))

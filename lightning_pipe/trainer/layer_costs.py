@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-
-import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing import Any
 
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.engine.containers import signature
@@ -28,42 +26,29 @@ def shapes_of(micro_batches: MicroBatches) -> str:
         return str(signature(micro_batches.parts[0]))
 
 
-class LayerCosts:
-    """Measures once in a run, and stores the result.
+@contextmanager
+def measured(pipeline: Pipeline, store: ProfileStore | None, micro_batches: MicroBatches) -> Iterator[None]:
+    """Around a training batch: measure and store what layers cost, unless that is known of samples of its shapes.
 
     Args:
-        module: the LightningModule.
         pipeline: the module over the ranks.
-        store: where the costs are kept; ``None``: nobody wants them, and nothing is measured.
+        store: where the costs are kept; ``None``: nobody wants them.
+        micro_batches: the batch.
     """
-
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, store: ProfileStore | None) -> None:
-        self._module, self._pipeline, self._store = module, pipeline, store
-
-    @contextmanager
-    def measured(self, micro_batches: MicroBatches) -> Generator[None, None, None]:
-        """Around a training batch: the first one is measured, unless costs of samples of these shapes are known."""
-        store, self._store = self._store, None
-        shapes = None if store is None else shapes_of(micro_batches)
-        if store is None or (store.found is not None and store.shapes in (None, shapes)):
-            yield
+    shapes = None if store is None else shapes_of(micro_batches)
+    if store is None or (store.found is not None and store.shapes in (None, shapes)):
+        yield
+        return
+    with profiled(pipeline) as profiler:
+        yield
+    costs = profiler.gather()
+    if pipeline.transport.process == 0:
+        conditions = {**store.conditions, SHAPES: str(shapes), "source": "the first batch of a run"}
+        profile = replace(store.module, sizes={micro_batches.sizes[0]: costs}, conditions=conditions)
+        try:
+            profile.save(store.path)
+        except OSError as error:
+            warnings.warn(f"The costs of the layers cannot be stored: {error}.", stacklevel=2)
             return
-        with profiled(self._pipeline) as profiler:
-            yield
-        costs = profiler.gather()
-        if self._pipeline.transport.process == 0:
-            conditions = {**store.conditions, SHAPES: str(shapes), "source": "the first batch of a run"}
-            profile = replace(store.module, sizes={micro_batches.sizes[0]: costs}, conditions=conditions)
-            try:
-                profile.save(store.path)
-            except OSError as error:
-                warnings.warn(f"The costs of the layers cannot be stored: {error}.", stacklevel=2)
-                return
-            self._module.print(f"Measured the layers: the next run is balanced by {store.path}")
-
-    def warn_if_wanted(self) -> None:
-        """Warn that a schedule without a flush measures nothing, if costs are wanted and none are known."""
-        if self._store is not None and self._store.found is None:
-            rank_zero_warn(
-                "Layers are measured in the first batch of a schedule with a flush; this run leaves no measurements."
-            )
+        told: Any = pipeline.module
+        told.print(f"Measured the layers: the next run is balanced by {store.path}")

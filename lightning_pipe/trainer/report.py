@@ -13,7 +13,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.config import BatchEquation, RunLayout, Sharding
-from lightning_pipe.engine.batch_kinds import WHOLE
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.planning.batch_norms import norms_note
 from lightning_pipe.planning.division import Division
@@ -32,12 +31,6 @@ def peak_memory() -> tuple[int, int]:
     except (OSError, StopIteration):  # no Linux
         host = 0
     return host, device
-
-
-def counts_of(ranks: int, here: int, side_by_side: int) -> tuple[str, ...]:
-    """What the two numbers mean that steps may divide their batch by, for the plan of a pipeline of several ranks."""
-    one = f"trainer.num_devices counts the {here} ranks of this machine; batches side by side:"
-    return (f"{one} trainer.strategy.num_processes={side_by_side}",) if ranks > 1 else ()
 
 
 def _schedule_of(pipeline: Pipeline) -> Callable[[int], Schedule]:
@@ -71,7 +64,6 @@ class Report:
     costs: Costs | None = None
     built: int = 0
     sharding: Sharding = False
-    _announced: bool = False
     _batches: int = 0
     _samples: int = 0
     _plan: Plan | None = None
@@ -84,7 +76,7 @@ class Report:
             of_loaders: what is to be said of loaders.
             chosen: whether ``micro_batches="auto"`` has chosen their number.
         """
-        if not self._announced:
+        if self._plan is None:
             accumulation = self.module.trainer.accumulate_grad_batches
             equation = BatchEquation(
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
@@ -94,23 +86,24 @@ class Report:
             for line in of_norms if chosen else ():
                 rank_zero_warn(line)
             uncut = (micro_batches.uncut,) if micro_batches.uncut else ()
-            notes = (*uncut, *of_norms, *of_loaders())
+            # steps may divide their batch by these two
+            here, side_by_side = self.module.trainer.num_devices, self.layout.data_parallel_size
+            counts = (
+                f"trainer.num_devices counts the {here} ranks of this machine; batches side by side: "
+                f"trainer.strategy.num_processes={side_by_side}"
+            )
+            notes = (*([counts] if ranks > 1 else []), *uncut, *of_norms, *of_loaders())
             self._plan = self._announce(equation, notes)
             return
         # in the first batch the ranks also agree on what they send: its time is no measure
         self._batches += 1
         self._samples += sum(micro_batches.sizes)
 
-    def cannot_cut(self) -> None:
-        """The first batch cannot be cut, as an error says: print the plan without it."""
-        if not self._announced:
-            self._announce(None, (f"this batch cannot be cut. {WHOLE}",))
-
-    def _announce(self, batch: BatchEquation | None, notes: tuple[str, ...]) -> Plan:
-        """Print the plan. Collective over the pipeline if the first batch can be cut, with whose schedule it is."""
-        self._announced, pipeline = True, self.pipeline
+    def _announce(self, batch: BatchEquation, notes: tuple[str, ...]) -> Plan:
+        """Print the plan, with the schedule of the first batch. Collective over the pipeline."""
+        pipeline = self.pipeline
         division = Division.of_run(self.module, self.sharding)
-        if batch is not None and (self.layout.tensor_parallel_size > 1 or self.sharding == "parameters"):
+        if self.layout.tensor_parallel_size > 1 or self.sharding == "parameters":
             # each rank knows how the parameters of its own stages are divided
             division = Division.of_all(pipeline.transport.all_gather_object(division, pipeline.pipeline_members))
         made = assembled(
@@ -125,7 +118,7 @@ class Report:
             on_device=pipeline.transport.device.type != "cpu",
             built=self.built,
         )
-        bubble = None if batch is None else _bubble(pipeline, self.costs, batch.micro_batches)
+        bubble = _bubble(pipeline, self.costs, batch.micro_batches)
         plan = replace(made, bubble=bubble, notes=(*self.notes, *notes, *made.notes))
         self.module.print(plan_text(plan))
         return plan

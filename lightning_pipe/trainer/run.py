@@ -38,7 +38,7 @@ from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.gradients import Gradients
-from lightning_pipe.trainer.layer_costs import LayerCosts
+from lightning_pipe.trainer.layer_costs import measured
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
@@ -100,7 +100,7 @@ class PipelineRun:
         self.streaming: Streaming | None = None
         self._module, self._world = module, world
         self._splitter = BatchSplitter(module, pipeline, world, splitting)
-        self._costs = LayerCosts(module, pipeline, profiles)
+        self._profiles = profiles
         self._seed, replica = seed, world.transport.replica
         # one after the other, the same on all ranks of a pipeline
         self._seeds = {use: map(partial(mix, seed, use, replica), count()) for use in (_EVALUATION, _TRANSFER)}
@@ -146,7 +146,6 @@ class PipelineRun:
             stop = partial(self._stop_together, trainer, trainer.fit_loop.epoch_loop.on_advance_end)
             self._changed.enter_context(replaced(trainer.fit_loop.epoch_loop, "on_advance_end", stop, gated=False))
         if fitting and self.pipeline.asynchronous is not None:
-            self._costs.warn_if_wanted()
             self.streaming = Streaming(self._module, self.pipeline, self._world, self._step, self.gradients)
             self.streaming.begin()
             self._changed.callback(self.streaming.end)
@@ -207,7 +206,7 @@ class PipelineRun:
             self.end()
             self.report.notes += division.notes
             self.report.costs, self.report.built = division.costs, division.built
-            self._costs = LayerCosts(self._module, self.pipeline, division.store)
+            self._profiles = division.store
             self.begin()
 
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:
@@ -250,11 +249,7 @@ class PipelineRun:
         trainer: Any = self._module.trainer
         if self.streaming is not None and self.gradients.blocked:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
-        try:
-            parts = self._splitter.split(batch)
-        except ConfigurationError:
-            self.report.cannot_cut()
-            raise
+        parts = self._splitter.split(batch)
         seed = mix(self._seed, _TRAINING, trainer.fit_loop.epoch_loop.total_batch_idx)
         parts = self._looked_at(parts, rest, seed)
         weights = [weight * scale for weight in self._splitter.weights(parts)]
@@ -282,7 +277,8 @@ class PipelineRun:
         """What the step returns on this rank, and the attributes before it."""
         assert self._step is not None
         parts, reduce = step.micro_batches, self.gradients.reduced_at_once
-        with self._step.running() as before, self._costs.measured(parts):
+        profiles, self._profiles = self._profiles, None  # of the first batch
+        with self._step.running() as before, measured(self.pipeline, profiles, parts):
             cut = Cut(parts.sizes, parts.together)
             outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
         return outputs, before

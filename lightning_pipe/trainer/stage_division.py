@@ -37,13 +37,10 @@ from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.several_passes import may_repeat
 from lightning_pipe.simulate import Costs, simulate
-from lightning_pipe.text import memory
 from lightning_pipe.torch_internals import ConvNd
 from lightning_pipe.trainer.at_rest import resting, size_of
 from lightning_pipe.trainer.world import World
 
-LARGE = 2**30
-"""Parameters of so many bytes are worth a word on where they are built."""
 _FORGOTTEN = (
     "The layers of this run are those that an earlier run of the same module has called. That is forgotten now: if the "
     "module calls others, or in another order, run it again, and its first batch shows them."
@@ -218,7 +215,6 @@ class StageDivision:
             costs = costs if passes == 1 else None  # they are those of one pass
             # before most of it is gone
             built = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
-            notes = (*notes, *how_built(built, self.world.layout.pipeline_parallel_size))
             if options.balance == AUTO:
                 layers, counts = chosen.closed(counts)
             if chosen.order:
@@ -331,13 +327,3 @@ def _loaded(store: ProfileStore) -> tuple[CostProfile | None, str]:
         return store.load("device", "precision"), "the layers have not been measured yet"
     except ConfigurationError as error:
         return None, f"{error.message[0].lower()}{error.message[1:-1]}"
-
-
-def how_built(size: int, ranks: int) -> tuple[str, ...]:
-    """What the user is to know of a large module that every process has built whole."""
-    if ranks == 1 or size < LARGE:
-        return ()
-    return (
-        f"every process built {memory(size)} of parameters before it gave most of them away; built in "
-        "`with trainer.init_module():` or in configure_model, each makes only its own",
-    )

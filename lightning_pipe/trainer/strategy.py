@@ -49,7 +49,6 @@ from lightning_pipe.trainer.divided_module import DividedModule
 from lightning_pipe.trainer.launcher import ScriptLauncher
 from lightning_pipe.trainer.model_sharding import ModelSharding
 from lightning_pipe.trainer.processes import Processes
-from lightning_pipe.trainer.report import counts_of
 from lightning_pipe.trainer.run import PipelineRun
 from lightning_pipe.trainer.stage_division import StageOptions, forget_calls
 from lightning_pipe.trainer.world import World, check_world_size
@@ -295,10 +294,9 @@ class PipeStrategy(ParallelStrategy):
             schedule_choice.same_everywhere(self._choice, self.broadcast(self._choice.label))
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
-        notes = counts_of(self.pipeline_parallel_size, self.processes_here, self.num_processes)
         by_module = self.sharding.connect(module, processes.connected)
         stages = replace(self._stages, at_once=self.sharding.at_once(module))
-        own = stages, self._splitting, self._choice, seed, notes, self._changed
+        own = stages, self._splitting, self._choice, seed, self._changed
         divided = self._divided = DividedModule(module, processes.connected, *own)
         self._changed.enter_context(divided.configuring(by_module=by_module))
         # callbacks that copy the module in their `setup` must find it divided

@@ -147,10 +147,8 @@ def fit_graph(module: Net, **options: Any) -> oracle.Trace:
 
 
 def test_a_batch_that_cannot_be_cut_names_the_remedy() -> None:
-    module = Printing()
     with pytest.raises(ConfigurationError, match=r"(?s)a Graph.*micro_batches=1.*exact.*split_batch.*loss_weight"):
-        fit_graph(module, micro_batches=2)
-    assert "cannot be cut. PipeStrategy(micro_batches=1) runs the batch whole" in " ".join(module.printed.split())
+        fit_graph(Net(), micro_batches=2)
     plain = oracle.fit(Net(), [one_graph(seed) for seed in range(3)], clip=None)  # type: ignore[arg-type]
     oracle.assert_equal(fit_graph(Net(), micro_batches=1), plain)  # its two stages do not see each other's changes
 
