@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec
@@ -28,10 +27,6 @@ from lightning_pipe.partition import Balance
 from lightning_pipe.sharding.refusals import in_parts
 from lightning_pipe.trainer.world import World
 
-_SEVERAL_OPTIMIZERS = ConfigurationError(
-    "configure_optimizers returned several optimizers; a pipeline works with one.",
-    hint="Use one optimizer with several parameter groups.",
-)
 _OTHER_PRECISIONS = (
     plugins.BitsandbytesPrecision,
     plugins.DeepSpeedPrecision,
@@ -215,8 +210,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
     Raises:
         ConfigurationError: names the optimizer and what to do.
     """
-    if len(optimizers) > 1:
-        raise _SEVERAL_OPTIMIZERS
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -301,14 +294,3 @@ def steps_for_every_batch(name: str, accumulate_grad_batches: int) -> Configurat
         f"Schedule {name!r} steps for every batch; the Trainer has accumulate_grad_batches={accumulate_grad_batches}.",
         hint="Use larger batches, and schedule='pipedream_2bw', which cuts them into micro-batches.",
     )
-
-
-@contextmanager
-def one_optimizer() -> Iterator[None]:
-    """Around ``setup_optimizers``: Lightning refuses several with advice that does not help here."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "multiple optimizers" in str(error):
-            raise _SEVERAL_OPTIMIZERS from None
-        raise

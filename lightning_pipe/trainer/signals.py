@@ -38,8 +38,8 @@ class Signals:
     was asked to end, and they were not, ends a little later by itself, and the others with it, as in an evaluation. One
     that does not come to its next batch, because it waits for another that hangs, ends with that one at the timeout.
 
-    SLURM's requeue signal waits for the next training batch in a validation within a training. In other evaluations it
-    requeues the job at once, as in Lightning, but without a checkpoint.
+    SLURM's requeue signal waits for the next training batch in a validation within a training. In other evaluations
+    nothing is there to save, and it is told and ignored.
 
     Args:
         trainer: the Trainer; its handlers are registered later.
@@ -104,17 +104,10 @@ class Signals:
         if not self._trainer.training or os.getppid() != self._parent:
             raise SIGTERMException
 
-    def _on_requeue(self, number: int, frame: FrameType | None) -> None:
-        if self._trainer.state.fn == TrainerFn.FITTING:  # in a validation, too: its ranks are at different batches
-            self.asked[1] = True
-        else:  # nothing is there to save, and a process in the middle of a step could not gather it
-            with replaced(self._trainer, "save_checkpoint", _not_saved):
-                self._requeue(number, frame)
-
-
-def _not_saved(*_: Any, **__: Any) -> None:
-    """In the place of ``save_checkpoint``."""
-    rank_zero_info("No checkpoint is saved: an evaluation changes no weights, and the requeued job begins it anew.")
+    def _on_requeue(self, *_: Any) -> None:
+        self.asked[1] = True  # in a validation, too: its ranks are at different batches
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            rank_zero_info("SLURM's signal to requeue: an evaluation is not requeued. Start its job again.")
 
 
 @contextmanager

@@ -347,8 +347,7 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        with checks.one_optimizer():
-            super().setup_optimizers(trainer)
+        super().setup_optimizers(trainer)  # one: Lightning refuses several, which step in the user's training_step
         checks.check_optimizers(self.optimizers, self.pipeline_parallel_size)
         self.sharding.prepare(self.optimizers)
 

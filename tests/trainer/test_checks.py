@@ -85,13 +85,20 @@ def refused(feature: str) -> Any:
         pytest.param(
             EvaluatesItself, "validation_step\\(batch, batch_idx\\)", marks=refused("validation_step(dataloader_iter)")
         ),
-        pytest.param(TwoOptimizers, "one optimizer with several parameter groups", marks=refused("several optimizers")),
         pytest.param(Lbfgs, "treats every parameter by itself", marks=refused("LBFGS")),
     ],
 )
 def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         fit(module(), stages=2)
+
+
+@pytest.mark.feature(
+    "Optimizers and schedulers", "several optimizers", "refused", "by Lightning: they need manual optimization"
+)
+def test_several_optimizers() -> None:
+    with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+        fit(TwoOptimizers(), stages=2)
 
 
 @pytest.mark.parametrize(

@@ -242,38 +242,3 @@ def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(tmp_path: Path, va
     assert first == (batches, saved, True)  # and goes on: SLURM ends it
     assert second == (batches, saved, False)
     assert batches > saved
-
-
-class AskedInEvaluation(Evaluated):
-    """Every process gets a signal in an evaluation step."""
-
-    def setup(self, stage: str) -> None:
-        # as Lightning registers it under SLURM
-        signal.signal(signal.SIGUSR1, self.trainer._signal_connector._slurm_sigusr_handler_fn)  # type: ignore[arg-type]
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        if batch_idx == AT:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return super().predict_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        self.predict_step(batch, batch_idx)
-        return super().validation_step(batch, batch_idx)
-
-
-def requeued_in_evaluation(process: int, folder: Path, name: str) -> tuple[int, bool]:
-    os.environ["SLURM_JOB_ID"] = "7"
-    commands = []
-    signal_connector.call = lambda command, **_: commands.append(command) or 0  # type: ignore[attr-defined]
-    trainer = trainer_with(L.Callback(), folder)
-    loop: Any = getattr(trainer, f"{name}_loop")
-    getattr(trainer, name)(AskedInEvaluation().double(), DataLoader(Rows(40), batch_size=4))
-    return loop.batch_progress.current.completed, commands == [["scontrol", "requeue", "7"]]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["validate", "predict"])
-def test_an_evaluation_is_requeued_without_a_checkpoint_and_goes_on(tmp_path: Path, name: str) -> None:
-    outcomes = run_trainers(requeued_in_evaluation, 2, timeout=50, folder=tmp_path, name=name)
-    assert outcomes == [(10, True), (10, False)]
-    assert not list(tmp_path.iterdir())
