@@ -7,11 +7,8 @@ the processes first meet over the store, where each one says what it is about to
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from lightning_pipe.errors import CollectiveError, PipeError
 from lightning_pipe.transport.failures.board import FailureBoard
@@ -19,7 +16,6 @@ from lightning_pipe.transport.failures.watchdog import SETTLED
 
 _SOON, _LATE = 0.0005, 0.02
 """Seconds between two looks at the store, at first and later on."""
-_LIBRARIES = ("lightning_pipe", "lightning", "lightning_utilities", "torch", "contextlib", "runpy")
 
 
 class Meetings:
@@ -60,7 +56,7 @@ class Meetings:
 
     def _meet(self, what: str, key: str) -> None:
         board = self._board
-        board.note(f"{key}{self._transport.process}", json.dumps([what, caller()]))
+        board.note(f"{key}{self._transport.process}", what)
         keys = [f"{key}{process}" for process in self._processes]
         start = looked = time.monotonic()
         pause = _SOON
@@ -79,11 +75,9 @@ class Meetings:
 
     def _compare(self, what: str, entries: Sequence[str | None]) -> None:
         """Raise if another process does something else."""
-        for process, entry in enumerate(entries):
-            found, line = json.loads(entry) if entry is not None else (what, "")
-            if found != what:
-                name = self._transport.describe(process)
-                raise _alone(f"{what} is called on {self._name}, {found} on {name} ({line}).")
+        for process, found in enumerate(entries):
+            if found not in (None, what):
+                raise _alone(f"{what} is called on {self._name}, {found} on {self._transport.describe(process)}.")
 
     def _look_for(self, what: str, keys: Sequence[str], before: dict[int, str | None]) -> dict[int, str | None]:
         """Raise if all that have not come wait for something else, and did so at the last look.
@@ -112,17 +106,6 @@ class Meetings:
     @property
     def _name(self) -> str:
         return self._transport.describe()
-
-
-def caller() -> str:
-    """The innermost line of the user's code that is being executed."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.split(".")[0] not in _LIBRARIES:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "of unknown origin"
 
 
 def _alone(text: str) -> CollectiveError:

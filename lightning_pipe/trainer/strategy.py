@@ -43,10 +43,9 @@ from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.trainer import checks, schedule_choice
 from lightning_pipe.trainer.at_rest import CALL, GATHER_LIMIT, finish_run, gather, resting, size_of
 from lightning_pipe.trainer.checkpoints.divided import Checkpoints
-from lightning_pipe.trainer.children import end_with_parent
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.divided_module import DividedModule
-from lightning_pipe.trainer.launcher import ScriptLauncher
+from lightning_pipe.trainer.launcher import ScriptLauncher, end_with_parent
 from lightning_pipe.trainer.model_sharding import ModelSharding
 from lightning_pipe.trainer.processes import Processes
 from lightning_pipe.trainer.run import PipelineRun

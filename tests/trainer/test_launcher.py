@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_pipe.trainer import launcher
 from lightning_pipe.trainer.connect import RUN
+from lightning_pipe.trainer.launcher import CHILD, ScriptLauncher, end_all, observe
 
 SCRIPT = """
 import hydra, lightning as L, lightning_pipe
@@ -63,3 +68,90 @@ def test_a_sweep_by_torchrun(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").glob("*/*of_2"))
     assert found == [f"{job}/{job + 1}_process_{rank}_of_2" for job in (0, 1) for rank in (0, 1)]
+
+
+PATIENT = "import time; time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+
+
+def started(script: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+
+
+def test_all_are_ended_those_that_are_stopped_or_deaf_too() -> None:
+    stopped, deaf = started(PATIENT), started(DEAF)
+    assert deaf.stdout is not None
+    deaf.stdout.readline()
+    stopped.send_signal(signal.SIGSTOP)
+    end_all([stopped, deaf], 0.0)
+    assert [process.wait(10) for process in (stopped, deaf)] == [-signal.SIGKILL] * 2
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes with which the process would have left."""
+    codes: list[int] = []
+    monkeypatch.setattr(launcher, "leave", codes.append)
+    monkeypatch.setattr(launcher, "_NOTICING", 0.2)
+    return codes
+
+
+@pytest.mark.parametrize(("script", "code"), [("import os; os.kill(os.getpid(), 9)", -9), ("raise SystemExit(7)", 7)])
+def test_all_end_when_one_fails(script: str, code: int, left: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    patient = started(PATIENT)
+    observe([patient, started(script)])
+    assert left == [1]
+    assert (
+        capsys.readouterr().err
+        == f"Process 2 of this host has ended with code {code}. All processes of this host end.\n"
+    )
+    assert patient.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, []), (143, []), (3, [1])])
+def test_another_process_that_fails_after_the_run_makes_this_one_fail(
+    code: int, expected: list[int], left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    starts = ScriptLauncher(LightningEnvironment(), 2, 1)
+    starts.procs = [started(f"raise SystemExit({code})")]
+    starts._end_with_others()
+    assert left == expected
+
+
+ORPHAN = """
+import time
+from lightning_pipe.trainer.launcher import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(90)
+"""
+PARENT = f"""
+import os, pathlib, subprocess, sys
+environment = {{**os.environ, {CHILD!r}: str(os.getpid())}}
+child = subprocess.Popen([sys.executable, "-c", {ORPHAN!r}], env=environment, stdout=subprocess.PIPE)
+pathlib.Path(sys.argv[2]).write_text(str(child.pid))
+if sys.argv[1] == "late":
+    child.stdout.readline()
+os.kill(os.getpid(), 9)
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; one that nobody has waited for is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_child_ends_with_its_parent_even_if_that_has_gone_before(tmp_path: Path, when: str) -> None:
+    # an early end: the child imports torch for seconds, and finds its parent gone
+    subprocess.run([sys.executable, "-c", PARENT, when, tmp_path / "pid"], env=clean_environment(), timeout=180)
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 120
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pid)

@@ -81,7 +81,7 @@ def test_different_things() -> None:
     errors = together(calls("save"), calls("barrier"), calls("barrier"))
     found = [str(error) for error in errors if isinstance(error, CollectiveError)]
     assert found
-    assert all(" is called on rank " in text and "test_meeting.py:" in text and " in act)" in text for text in found)
+    assert all(" is called on rank " in text for text in found)
     assert all(errors)
 
 
@@ -118,9 +118,3 @@ def test_a_failure_of_another_process_is_quoted() -> None:
     errors = together(calls("the end of the run"), fails)
     assert isinstance(errors[0], CommunicationError)
     assert "ValueError: the reason" in str(errors[0])
-
-
-def test_the_line_of_the_user() -> None:
-    line = meeting.caller()
-    assert "test_meeting.py:" in line
-    assert line.endswith("in test_the_line_of_the_user")
