@@ -109,10 +109,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "strategy": "trainer/test_equality",
     },
     "trainer/asynchronous": {"training_loop": "trainer/asynchronous/test_streaming"},
-    "trainer/checkpoints": {
-        "entries": "trainer/checkpoints/test_divided",
-        "file": "trainer/checkpoints/test_atomic_write",
-    },
+    "trainer/checkpoints": {"entries": "trainer/checkpoints/test_divided"},
     "trainer/data": {
         "batch_splitter": "batches/test_split_batch",
         "loaders": "trainer/data/test_replica_data",

@@ -23,7 +23,6 @@ from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.text import memory
 from lightning_pipe.trainer.at_rest import GATHER_LIMIT, size_of
 from lightning_pipe.trainer.checkpoints import file, folder
-from lightning_pipe.trainer.checkpoints.atomic_write import complete_path
 from lightning_pipe.trainer.checkpoints.entries import (
     Owners,
     check_known,
@@ -174,7 +173,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is something else, or a part of a checkpoint.
         """
-        place = complete_path(os.fspath(path)) if is_local_path(path) else os.fspath(path)
+        place = file.complete_path(os.fspath(path)) if is_local_path(path) else os.fspath(path)
         if folder.is_folder(place):
             names = {name for name, _ in named_tensors(self._module)}
             return folder.load(place, lambda key: self._holds(plain_name(key, names)), weights_only)

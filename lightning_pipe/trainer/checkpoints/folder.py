@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from lightning_pipe.errors import CheckpointError, PipeError
 from lightning_pipe.patches import unheard
 from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints.atomic_write import atomic_write
 from lightning_pipe.transport.base import Transport
 
 REST = "meta.pt"
@@ -52,7 +51,7 @@ def save(path: str, shards: dict[str, Any], rest: dict[str, Any] | None, transpo
         writer: that process.
     """
     members = transport.topology.everyone
-    with atomic_write(path, folder=True) if rest is not None else nullcontext("") as made:
+    with file.atomic_write(path, folder=True) if rest is not None else nullcontext("") as made:
         unfinished = transport.broadcast_object(made, writer, members)
         if rest is not None:
             torch.save(rest, os.path.join(unfinished, REST))

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.trainer.checkpoints import file
-from lightning_pipe.trainer.checkpoints.atomic_write import atomic_write, complete_path
+from lightning_pipe.trainer.checkpoints.file import atomic_write, complete_path
 
 
 def make(path: Path, *, folder: bool, text: str) -> None:
