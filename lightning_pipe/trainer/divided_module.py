@@ -29,7 +29,6 @@ from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
 from lightning_pipe.trainer.schedule_choice import ScheduleChoice
 from lightning_pipe.trainer.stage_division import StageDivision, StageOptions, names_of
-from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.world import World
 
 
@@ -163,12 +162,11 @@ class DividedModule:
         if world.layout.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         zero = options.shard_optimizer in (True, "gradients")
-        sharded = ShardedOptimizers(pipeline, trainer.precision_plugin) if zero else None
         chosen_by = () if self._choice is None else (f"schedule chosen: {self._choice.reason}",)
         report = Report(module, pipeline, world.layout, (*notes, *chosen_by), costs, built, options.shard_optimizer)
         known = chosen is not None and not chosen.guessed
         late = None if known else partial(own.by_first_batch, pipeline)
-        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, sharded, self._seed, late))
+        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, zero, self._seed, late))
         self._known = names_of(module, options.layers)
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.mixing import Mixing
+from lightning_pipe.parameters.zero import OptimizerShards
 from lightning_pipe.patches import replaced
 from lightning_pipe.sharding.undone import refer_to_module
 from lightning_pipe.trainer.whole_model.absent_gradients import AbsentGradients
-from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 
 _NO_GRADIENTS = (
     "In an optimizer's step the parameters of other ranks have no gradient, like frozen ones: weight.grad is None. "
@@ -42,17 +43,16 @@ class Gradients:
     Args:
         module: the LightningModule.
         pipeline: the module over the ranks.
-        sharded: divides optimizers over the holders of parameters; ``None``: each holder updates all it holds.
+        divides: whether holders divide the update and the optimizer state of a parameter, or each updates all it holds.
 
     Attributes:
         blocked: whether Lightning accumulates gradients: the current batch is not the last one before a step.
-        sharded: as given.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, sharded: ShardedOptimizers | None) -> None:
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, *, divides: bool) -> None:
         self.blocked = False
-        self.sharded = sharded
-        self._module, self._pipeline = module, pipeline
+        self._module, self._pipeline, self._divides = module, pipeline, divides
+        self._shards: OptimizerShards | None = None
         self._accumulated = False
         self._holders_known = pipeline.ownership.users_known
         self._absent: AbsentGradients | None = None
@@ -68,7 +68,7 @@ class Gradients:
         if (several or scattered) and self._pipeline.asynchronous is None:
             self._absent = AbsentGradients(self._pipeline, optimizers)
             self._changed.callback(self._absent.remove)
-        if several or self.sharded is not None:
+        if several or self._divides:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             for optimizer in optimizers:
                 self._changed.callback(Mixing(optimizer, names).remove)
@@ -133,11 +133,10 @@ class Gradients:
         if not self._holders_known and self._pipeline.ownership.users_known:
             self._holders_known = True
             self._drop_absent_states(optimizers)
-            if self.sharded is not None:
-                self.sharded.install(optimizers)
-                self._changed.callback(self.sharded.remove)
-        if self.sharded is not None:
-            self.sharded.check_hooks()
+            if self._divides:
+                self._divide(optimizers)
+        if self._pipeline.reductions.scattered:
+            self._check_hooks()
 
     def after_backward(self) -> None:
         """Sum accumulated gradients once they are complete: hooks are to see the gradients of all ranks."""
@@ -155,3 +154,50 @@ class Gradients:
         for optimizer in optimizers:
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
                 del optimizer.state[parameter]
+
+    # ------------------------------------------------------------------ shard_optimizer
+
+    def _divide(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let holders divide optimizers, once the ranks have agreed who holds which parameter."""
+        trainer: Any = self._module.trainer
+        reductions, precision = self._pipeline.reductions, trainer.precision_plugin
+        shards = self._shards = reductions.shards
+        assert shards is not None
+        shards.drop_states(optimizers)
+        after_closure = precision._after_closure
+
+        def drop(model: pl.LightningModule, optimizer: Any) -> None:
+            after_closure(model, optimizer)  # gradients are dropped after it has clipped them
+            shards.drop_gradients()
+            self._pipeline.gradients_divided = True
+
+        if not reductions.scattered:  # else no other process has a gradient of what this one updates
+            self._changed.enter_context(replaced(precision, "_after_closure", drop))
+        for optimizer in optimizers:
+            self._changed.callback(optimizer.register_step_post_hook(lambda *_: shards.share()).remove)
+
+    def _check_hooks(self) -> None:
+        """Before the gradients of a batch are handed over.
+
+        Raises:
+            ConfigurationError: a hook waits for the gradient of a parameter whose sum one holder alone gets: what it
+                does there, such as an update, the others would lack.
+        """
+        for group in self._shards.groups if self._shards is not None else ():
+            for parameter in group.parameters:
+                if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                    raise ConfigurationError(
+                        f"A hook waits for the gradient of {self._pipeline.ownership.name_of(parameter)!r} "
+                        '(register_post_accumulate_grad_hook); with shard_optimizer="gradients" it would be called on '
+                        "one of the ranks that hold the parameter.",
+                        hint="Use shard_optimizer=True: all of them have the gradient then.",
+                    )
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer state of the parameters that this process holds. Collective where it is divided."""
+        if self._shards is None:
+            return optimizer.state_dict()
+        self._shards.gather_states([optimizer])
+        state = optimizer.state_dict()
+        self._shards.drop_states([optimizer])
+        return state

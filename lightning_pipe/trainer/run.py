@@ -45,7 +45,6 @@ from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.logging import moved_once
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
-from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
 from lightning_pipe.trainer.world import World
 
 FIRST_STEPS = {
@@ -70,7 +69,7 @@ class PipelineRun:
         splitting: how batches are split into micro-batches.
         report: tells the user about the training.
         profiles: where the costs of the layers are to be stored after the first batch; ``None``: they are not measured.
-        sharded: divides optimizers over the holders of parameters; ``None``: each holder updates all it holds.
+        divides_optimizers: whether the holders of a parameter divide its update, or each updates all it holds.
         seed: from which all random streams derive.
         late: divides a module that is whole on all ranks by what its first batch calls, or checks a guess; ``None``:
             the layers are known.
@@ -89,13 +88,13 @@ class PipelineRun:
         splitting: BatchSplitting,
         report: Report,
         profiles: ProfileStore | None,
-        sharded: ShardedOptimizers | None,
+        divides_optimizers: bool,
         seed: int,
         late: Callable[[str, list[Call]], Division | None] | None,
     ) -> None:
         self.pipeline, self._late = pipeline, late
         self.report = report
-        self.gradients = Gradients(module, pipeline, sharded)
+        self.gradients = Gradients(module, pipeline, divides=divides_optimizers)
         self.loaders = Loaders(module, pipeline, world)
         self.streaming: Streaming | None = None
         self._module, self._world = module, world

@@ -528,10 +528,9 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        sharded = self.run.gradients.sharded if self._divided is not None else None
-        if sharded is None or self.processes.interrupted:
+        if self._divided is None or self.processes.interrupted:
             return super().optimizer_state(optimizer)
-        return sharded.state_of(getattr(optimizer, "_optimizer", optimizer))
+        return self.run.gradients.state_of(getattr(optimizer, "_optimizer", optimizer))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.zero import HolderGroup
-from lightning_pipe.trainer.whole_model.sharded_optimizer import ShardedOptimizers
+from lightning_pipe.trainer.gradients import Gradients
 from tests.support import oracle, processes
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.trainer_runs import QUIET, quiet
@@ -362,18 +362,17 @@ def test_divided_updates_of_rounded_sums_are_the_undivided_ones(four: list[dict[
 
 def test_hooks_that_some_holders_would_not_hear_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
-    module = torch.nn.ParameterDict({"weight": parameter})
+    own: Any = SimpleNamespace(trainer=SimpleNamespace(precision_plugin=SimpleNamespace(_after_closure=None)))
     shards = SimpleNamespace(groups=[HolderGroup((0, 1), (parameter,))], drop_states=lambda optimizers: None)
     pipeline: Any = SimpleNamespace(
         reductions=SimpleNamespace(scattered=True, shards=shards),
-        ownership=SimpleNamespace(name_of=lambda tensor: dict(module.named_parameters()).popitem()[0]),
+        ownership=SimpleNamespace(name_of=lambda tensor: "weight", users_known=False),
     )
-    precision: Any = SimpleNamespace(_after_closure=None)
-    sharded = ShardedOptimizers(pipeline, precision)
-    sharded.install([])
-    sharded.check_hooks()
+    gradients = Gradients(own, pipeline, divides=True)
+    gradients._divide([])
+    gradients.after_batch([])
     parameter.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(ConfigurationError, match=r"the gradient of 'weight'(.|\n)*shard_optimizer=True"):
-        sharded.check_hooks()
+        gradients.after_batch([])
     pipeline.reductions.scattered = False
-    sharded.check_hooks()
+    gradients.after_batch([])
