@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.evaluation.conditions import reasons_to_wait, tell_that_batches_wait
+from lightning_pipe.trainer.evaluation.conditions import batches_wait
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream
 from lightning_pipe.trainer.world import World
@@ -43,7 +43,6 @@ class Evaluations:
             told = pipeline.evaluated_by(pipeline.transport.rank) if whole else pipeline.names
         not_told = {*pipeline.names}.difference(told)
         self._copies = EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members, not_told)
-        self._told: set[tuple[str, str]] = set()
         self._stream: EvaluationStream | None = None
 
     @contextmanager
@@ -83,17 +82,10 @@ class Evaluations:
         self._copies.begin()
         if not self._may_stream:
             return
-        reason = next(reasons_to_wait(self._module, self._steps, loop, name), None)
         # a callback may exist on some ranks alone
-        reasons = self._world.transport.all_gather_object(reason, self._world.everyone)
-        reason = next((each for each in reasons if each is not None), None)
-        if reason is None:
+        if not self._world.agree(batches_wait(self._module, self._steps, loop, name), unanimous=False):
             self._stream = EvaluationStream(self._module, self._steps, self._world, loop, name)
             self._stream.begin()
-        elif (name, reason) not in self._told:
-            self._told.add((name, reason))
-            if self._world.transport.process == 0:
-                tell_that_batches_wait(name, reason)
 
     def _end(self, method: Callable[..., Any]) -> Any:
         """In the place of ``on_run_end``. Collective over all processes."""

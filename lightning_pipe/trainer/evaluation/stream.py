@@ -29,11 +29,11 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.patches import replaced
 from lightning_pipe.schedules import Action, Kind
-from lightning_pipe.trainer.evaluation.conditions import GIVEN, tell_that_batches_wait
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.world import World
@@ -148,8 +148,10 @@ class EvaluationStream:
         for _ in range(self._batches.given, order.begun):
             self._run_to(self._engine.proceed())
         self._run_to(sys.maxsize)
-        if self._steps.pipeline.transport.process == 0:
-            tell_that_batches_wait(self._name, GIVEN)
+        rank_zero_info(
+            f"{self._name}: each batch passes all ranks before the next one begins, because a step comes back to "
+            "layers that it has called, or gives them what an earlier batch has changed."
+        )
 
     @property
     def _outputs_are_kept(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,17 +100,6 @@ def watched() -> Iterator[list[int]]:
         yield found
 
 
-class Notes(logging.Handler):
-    """Keeps the notes of the run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def build(name: str, devices: int | None, **options: Any) -> tuple[L.Trainer, L.LightningModule, Steps]:
     from lightning_pipe import PipeStrategy
 
@@ -132,12 +120,8 @@ def validated(name: str, devices: int | None, **options: Any) -> dict[str, Any]:
     """What a case leaves behind: what is returned, logged and taken from the data."""
     trainer, module, logger = build(name, devices, **options)
     data = CASES[name][1]()
-    notes, log = Notes(), logging.getLogger("lightning.pytorch.lightning_pipe")
-    log.setLevel(logging.INFO)
-    log.addHandler(notes)
     with watched() as ahead:
         returned = trainer.validate(module, data, verbose=False)
-    log.removeHandler(notes)
     taken = data.dataset.taken if isinstance(data, DataLoader) and isinstance(data.dataset, Rows) else 0
     return {
         "returned": returned,
@@ -145,7 +129,6 @@ def validated(name: str, devices: int | None, **options: Any) -> dict[str, Any]:
         "metrics": oracle.numbers(trainer.callback_metrics),
         "taken": taken,
         "ahead": max(ahead, default=0),
-        "notes": notes.texts,
     }
 
 
@@ -208,16 +191,9 @@ def check_two_ranks(names: list[str]) -> None:
         # what has begun ends before batches wait
         assert several[0][name]["ahead"] == 0 or name in DEPENDING, name
         assert (several[1][name]["ahead"] == 0) == (name in WAITING), name
-        check_told(name, several)
     assert several[1].get("predicted_ahead", 2) == 2
 
 
-REASONS = {
-    "hooked": "Hooked.on_validation_batch_end is called between two batches",
-    "moved": "Moved.on_after_batch_transfer is called between two batches",
-    "watched": "the metric 'model.0.rows' is part of a module",
-    **dict.fromkeys(DEPENDING, "gives them what an earlier batch has changed"),
-}
 OFTEN = [
     "plain",
     "kept",
@@ -231,12 +207,6 @@ OFTEN = [
     "in_object",
     "late",
 ]
-
-
-def check_told(name: str, several: list[dict[str, Any]]) -> None:
-    text = " ".join(text for found in several for text in found[name]["notes"])
-    assert REASONS.get(name, "") in text
-    assert bool(text) == (name in REASONS)
 
 
 def test_two_ranks_equal_one_device() -> None:
@@ -270,7 +240,6 @@ def check_placement(name: str, cases: list[str]) -> None:
         # every rank runs a stage of a later batch before its loop comes to that batch, unless it has the last one alone
         early = ahead[1:] if name in BIDIRECTIONAL else ahead
         assert (min(early) > 0) == (max(early) > 0) == (case not in WAITING), (case, ahead)
-        check_told(case, several)
     assert min(found.get("predicted_ahead", 1) for found in several[name in BIDIRECTIONAL :]) > 0
 
 
@@ -347,7 +316,6 @@ def test_two_replicas_of_two_ranks(schedule: str) -> None:
             assert found["plain"][key] == found["off"][key]
     ahead = sorted(found["plain"]["ahead"] for found in several)
     assert ahead[2:] == ([2, 2] if schedule == "1f1b" else [1, 1]), ahead
-    assert any(REASONS["counted"] in text for text in several[0]["counted"]["notes"])
     # The replicas' numbers of batches differ, and every sample is predicted once. The predictions have a number of the
     # batch among them, so each replica keeps its own.
     plain = all_cases(0, None, ["plain"])["predictions"]
