@@ -20,7 +20,7 @@ from lightning_pipe.tensor_spec import numbered
 from lightning_pipe.transport.objects import decode, encode
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.torch_distributed import ABORT_TAG, abort_gloo
-from lightning_pipe.transport.work import DONE, GroupWork, Guarded, LocalReceive, Parts, Several, Work
+from lightning_pipe.transport.work import DONE, GroupWork, Guarded, Parts, Several, Work
 
 if TYPE_CHECKING:
     from lightning_pipe.transport.failures.board import FailureBoard
@@ -306,15 +306,9 @@ class Transport(ABC):
         return GroupWork(self, operation, work, data)
 
     def _start_receive(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
-        if (local := self._local.get(process)) is not None:
-            posted = LocalReceive(self, local, data, process, lane)
-            try:
-                local.post(posted, tag)
-            except OSError as error:
-                raise self.error(posted, error) from error
-            return posted
+        local = self._local.get(process)
         with self.guarding(operation := f"receive {data.numel()} bytes from {self.describe(process)} on {lane}"):
-            work = self._messages.recv([data], process, tag)
+            work = self._messages.recv([data], process, tag) if local is None else local.post(data, tag)
         return GroupWork(self, operation, work, data)
 
     def _hand_over(self, process: int, size: int, write: Callable[[int], Any], lane: Lane | str, tag: int) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.shared_memory.peer import PostedReceive, SharedMemoryPeer
 
 if TYPE_CHECKING:
     from lightning_pipe.transport.base import Transport
@@ -77,15 +75,17 @@ class Guarded:
 
 
 class GroupWork:
-    """An operation of a process group. Its tensors are held until it is done, and no longer.
+    """An operation of a process group, or a receive from a process of this host, and what reports of a hang call it.
+
+    Its tensors are held until it is done, and no longer.
 
     The process group's own work must be waited for once only: on Gloo a second wait lasts until the timeout.
     """
 
-    def __init__(self, transport: Transport, operation: object, work: dist.Work, held: Tensor | None) -> None:
+    def __init__(self, transport: Transport, operation: object, work: Any, held: Tensor | None) -> None:
         self._transport = transport
         self._operation = operation
-        self._work: dist.Work | None = work
+        self._work: Any = work
         self._held = held
 
     def wait(self) -> None:
@@ -113,22 +113,3 @@ class StagedReceive:
             with torch.no_grad():
                 target.copy_(host, non_blocking=True)
             self._staging = None
-
-
-class LocalReceive(PostedReceive):
-    """A receive from a process of this host; it is what a report of a hang names."""
-
-    __slots__ = ("_lane", "_peer", "_process", "_transport")
-
-    def __init__(self, transport: Transport, peer: SharedMemoryPeer, data: Tensor, process: int, lane: object) -> None:
-        super().__init__(data)
-        self._transport, self._peer, self._process, self._lane = transport, peer, process, lane
-
-    def __str__(self) -> str:
-        return f"receive {self.data.numel()} bytes from {self._transport.describe(self._process)} on {self._lane}"
-
-    def wait(self) -> None:
-        """Wait for the message."""
-        if not self.done:
-            with self._transport.guarding(self):
-                self._peer.wait(self)

@@ -15,60 +15,70 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-_PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message; then numbers of free buffers
-_NUMBER = struct.Struct("<I")
+_PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message
 _TIME = struct.Struct("@ll")  # the system's seconds and microseconds
-_MESSAGE, _FREE, _MEMORY = 0, 1, 2
+_MESSAGE, _MEMORY = 0, 1
 _SMALLEST = 4096
+_MARKS = 4096
+"""Bytes before the buffers of a file: for each of them a mark, which is 1 as long as it has an unread message."""
 _MOST_AT_ONCE = 256
-_MOST_KEPT, _MOST_BYTES_KEPT = 16, 1 << 18
-"""Buffers that a receiver has read and not given back yet: their numbers travel with its next message."""
 _UNREAD = 1 << 20
 """Bytes of the system's memory for packets that nobody has read, 768 for each; the system may allow less."""
+_BARRIER = threading.Lock()
 _GLANCE = 50
 """Milliseconds between two tries: the system says that there is room when three quarters are free, not one packet."""
-_LONGEST = _PACKET.size + _NUMBER.size * _MOST_KEPT
 
 
 class Buffer(NamedTuple):
-    """A piece of memory that both processes map."""
+    """A piece of memory that both processes map; ``mark`` is the place in its file that says whether it is unread."""
 
     number: int
-    size: int
     address: int
-    memory: Tensor
+    file: mmap.mmap
+    mark: int
 
     @classmethod
     def map(cls, first: int, size: int, descriptor: int) -> list[Buffer]:
         """The buffers in a memory file, numbered from ``first`` on; the descriptor may be closed afterwards."""
-        memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-        address = memory.data_ptr()
-        return [cls(first + i, size, address + i * size, memory) for i in range(memory.numel() // size)]
+        file = mmap.mmap(descriptor, 0)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(file)) + _MARKS
+        return [cls(first + i, address + i * size, file, i) for i in range((len(file) - _MARKS) // size)]
 
 
 class PostedReceive:
     """A receive that was posted.
 
     Args:
+        peer: the connection.
         data: gets the message: a flat tensor of bytes of its size.
 
     Attributes:
         done: whether it has come.
     """
 
-    __slots__ = ("data", "done")
+    __slots__ = ("_peer", "data", "done")
 
-    def __init__(self, data: Tensor) -> None:
-        self.data, self.done = data, False
+    def __init__(self, peer: SharedMemoryPeer, data: Tensor) -> None:
+        self._peer, self.data, self.done = peer, data, False
+
+    def wait(self) -> None:
+        """Wait for the message.
+
+        Raises:
+            TimeoutError: it did not come within the timeout.
+            OSError: the other process has gone, or its memory cannot be mapped.
+        """
+        while not self.done:
+            self._peer.read()
 
 
 class SharedMemoryPeer:
@@ -93,11 +103,8 @@ class SharedMemoryPeer:
         self._timeout = timeout
         self._gone = False
         self._reason: OSError = ConnectionResetError("Connection closed by peer")
-        self._own: list[Buffer] = []
-        self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self._own: defaultdict[int, deque[Buffer]] = defaultdict(deque)  # by size, the last one used at the end
         self._mapped: list[Buffer] = []
-        self._read_out: list[Buffer] = []
-        self._kept_bytes = 0
         self._posted: defaultdict[int, deque[PostedReceive]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[tuple[Buffer, int]]] = defaultdict(deque)
 
@@ -112,43 +119,29 @@ class SharedMemoryPeer:
         Raises:
             OSError: the other process has gone, or has read nothing for the timeout.
         """
-        capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
-        free = self._free[capacity]
-        if not free:
-            while self._read_packet(socket.MSG_DONTWAIT):  # some of them may give buffers back
-                pass
         if self._gone:
             raise self._reason
-        if not free:
-            self._grow(capacity)
-        buffer = free[-1]
+        buffer = self._unmarked(max(_SMALLEST, 1 << (size - 1).bit_length()))
         write(buffer.address)  # if it raises, the buffer is still free
-        free.pop()
-        self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size) + self._given_back())
+        buffer.file[buffer.mark] = 1
+        self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size))
 
-    def post(self, posted: PostedReceive, tag: int) -> None:
+    def post(self, data: Tensor, tag: int) -> PostedReceive:
         """Post a receive; it may be done at once."""
-        if len(self._read_out) >= _MOST_KEPT or self._kept_bytes > _MOST_BYTES_KEPT:
-            with suppress(ConnectionError):  # a peer that has ended needs no buffers back
-                self._write(_PACKET.pack(_FREE, 0, 0, 0) + self._given_back())
+        posted = PostedReceive(self, data)
         if self._arrived[tag]:
-            self._copy(*self._arrived[tag].popleft(), posted)
+            _copy(*self._arrived[tag].popleft(), posted)
         else:
             self._posted[tag].append(posted)
+        return posted
 
-    def wait(self, posted: PostedReceive) -> None:
-        """Wait for a message.
-
-        Raises:
-            TimeoutError: it did not come within the timeout.
-            OSError: the other process has gone, or its memory cannot be mapped.
-        """
-        while not posted.done:
-            came = self._read_packet()  # maybe another message
-            if self._gone:
-                raise self._reason
-            if not came:
-                raise TimeoutError("timed out")
+    def read(self) -> None:
+        """Wait for the next message of any tag; see `PostedReceive.wait`."""
+        came = self._read_packet()
+        if self._gone:
+            raise self._reason
+        if not came:
+            raise TimeoutError("timed out")
 
     def shutdown(self) -> None:
         """End the connection for both processes; may be called from any thread."""
@@ -159,26 +152,35 @@ class SharedMemoryPeer:
         """Close the connection; the peer still reads what was sent."""
         self._socket.close()
 
-    def _grow(self, capacity: int) -> None:
+    def _unmarked(self, size: int) -> Buffer:
+        """A buffer of a size whose last message has been read."""
+        buffers = self._own[size]
+        for _ in range(len(buffers)):
+            buffers.rotate(-1)
+            if not buffers[-1].file[buffers[-1].mark]:
+                return buffers[-1]
+        self._grow(size)
+        return buffers[-1]
+
+    def _grow(self, size: int) -> None:
         """Double the buffers of a size, in one file; the system provides memory only where it is written."""
-        count = min(max(1, sum(buffer.size == capacity for buffer in self._own)), _MOST_AT_ONCE)
+        count = min(max(1, len(self._own[size])), _MOST_AT_ONCE)
         descriptor = os.memfd_create("lightning-pipe")
         try:
-            os.ftruncate(descriptor, count * capacity)
-            buffers = Buffer.map(len(self._own), capacity, descriptor)
-            self._write(_PACKET.pack(_MEMORY, 0, buffers[0].number, capacity))
+            os.ftruncate(descriptor, _MARKS + count * size)
+            buffers = Buffer.map(sum(map(len, self._own.values())), size, descriptor)
+            self._write(_PACKET.pack(_MEMORY, 0, buffers[0].number, size))
             self._write(b"+", descriptor)  # alone: to receive a descriptor costs more than to receive bytes
         finally:
             os.close(descriptor)
-        self._own += buffers
-        self._free[capacity] += buffers
+        self._own[size] += buffers
 
     def _read_packet(self, flags: int = 0) -> bool:
         """Take in the next packet; whether there was one within the timeout, or at once with ``MSG_DONTWAIT``."""
         if self._gone:
             return False
         try:
-            packet = self._socket.recv(_LONGEST, flags)
+            packet = self._socket.recv(_PACKET.size, flags)
         except BlockingIOError:
             return False
         except OSError:
@@ -186,18 +188,13 @@ class SharedMemoryPeer:
         if not packet:
             self._gone = True
             return False
-        kind, tag, number, size = _PACKET.unpack_from(packet)
-        if len(packet) > _PACKET.size:
-            for (free,) in _NUMBER.iter_unpack(packet[_PACKET.size :]):
-                buffer = self._own[free]
-                self._free[buffer.size].append(buffer)
-        if kind == _MESSAGE:
-            if self._posted[tag]:
-                self._copy(self._mapped[number], size, self._posted[tag].popleft())
-            else:
-                self._arrived[tag].append((self._mapped[number], size))
-        elif kind == _MEMORY:
+        kind, tag, number, size = _PACKET.unpack(packet)
+        if kind == _MEMORY:
             self._map(number, size)
+        elif self._posted[tag]:
+            _copy(self._mapped[number], size, self._posted[tag].popleft())
+        else:
+            self._arrived[tag].append((self._mapped[number], size))
         return not self._gone
 
     def _map(self, number: int, size: int) -> None:
@@ -215,25 +212,6 @@ class SharedMemoryPeer:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._gone = len(self._mapped) <= number
-
-    def _copy(self, buffer: Buffer, size: int, posted: PostedReceive) -> None:
-        """Copy a message out of its buffer."""
-        expected = posted.data.numel()
-        if size != expected:
-            raise ConnectionError(f"{size} bytes were sent, {expected} expected: the ranks disagree")
-        ctypes.memmove(posted.data.data_ptr(), buffer.address, size)
-        posted.done = True
-        self._read_out.append(buffer)
-        self._kept_bytes += buffer.size
-
-    def _given_back(self) -> bytes:
-        """The numbers of the buffers that the peer may use again, at the end of a packet."""
-        if not self._read_out:
-            return b""
-        given = self._read_out[:_MOST_KEPT]
-        del self._read_out[:_MOST_KEPT]
-        self._kept_bytes -= sum(buffer.size for buffer in given)
-        return b"".join(_NUMBER.pack(buffer.number) for buffer in given)
 
     def _write(self, packet: bytes, *descriptors: int) -> None:
         """Write a packet; while the socket is full, read: the peer may be writing as well."""
@@ -256,3 +234,18 @@ class SharedMemoryPeer:
                 pass
             if self._gone:
                 raise self._reason
+
+
+def _copy(buffer: Buffer, size: int, posted: PostedReceive) -> None:
+    """Copy a message out of its buffer, which is free then."""
+    expected = posted.data.numel()
+    if size != expected:
+        raise ConnectionError(f"{size} bytes were sent, {expected} expected: the ranks disagree")
+    ctypes.memmove(posted.data.data_ptr(), buffer.address, size)
+    # Processors such as ARM's may let a read be late and a later write be early; a lock's release ends all reads before
+    # it, and its next acquisition begins all writes behind it.
+    for _ in range(2):
+        with _BARRIER:
+            pass
+    buffer.file[buffer.mark] = 0  # as soon as the other process sees it, it may write there
+    posted.done = True
