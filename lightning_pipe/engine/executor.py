@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,18 +33,6 @@ class PreparedAction(NamedTuple):
     action: Action
     run: Callable[[Action, Any], None]
     at: StageKey | BoundaryKey | Sequence[Action] | None
-
-
-class Program(NamedTuple):
-    """Actions prepared for running; those of the last batch mostly come again."""
-
-    actions: Sequence[Action]
-    steps: tuple[PreparedAction, ...]
-    again: frozenset[StageKey]
-    """The forward passes that are run again."""
-
-
-_NOTHING = Program((), (), frozenset())
 
 
 @dataclass
@@ -76,7 +65,6 @@ class Executor:
         placement: ``(pipe, stage) -> rank``.
         rank: this rank.
         reduce: called with a stage when its gradients are complete on this rank.
-        position: the action under way, for reports about failures.
         busy: seconds spent computing so far.
         later: for each stage those that it sends to, neighbours first.
         earlier: for each stage those that send to it, neighbours first.
@@ -89,12 +77,13 @@ class Executor:
     placement: Mapping[tuple[int, int], int]
     rank: int
     reduce: Callable[[int], None]
-    position: Action | None = None
     busy: float = 0.0
     events: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     _find: Find = field(init=False)
-    _program: Program = _NOTHING
+    # the actions of the last batch, which mostly come again
+    _actions: Sequence[Action] = ()
+    _prepared: Sequence[PreparedAction] = ()
     _under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
@@ -153,13 +142,14 @@ class Executor:
             actions: those of the batch.
             batch: the batch.
         """
-        self._prepare(actions)
-        self._under_way.again = set(self._program.again)
+        if actions is not self._actions:  # by identity: comparing all of them would take long
+            again = {action[1:3] for action in actions if action.kind is Kind.RECOMPUTE}
+            self._actions, self._prepared = actions, self._prepare(actions, again)
         self._under_way.peak_held = 0
         with self._whole():
             if batch.training:
                 self.exchange.begin_batch((batch.thorough, *batch.signatures))  # whose words are others
-            self._loop(lambda micro_batch: (batch, micro_batch))
+            self._loop(self._prepared, lambda micro_batch: (batch, micro_batch))
             self.exchange.end_batch()
 
     def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find) -> None:
@@ -170,10 +160,8 @@ class Executor:
             again: the forwards among them that a later call runs again, as ``(stage, micro_batch)``.
             find: knows the batch of a micro-batch.
         """
-        self._prepare(actions)
-        self._under_way.again |= {StageKey.of(a) for a in actions if a.kind is Kind.FORWARD and a[1:3] in again}
         with self._whole():
-            self._loop(find)
+            self._loop(self._prepare(actions, again), find)
             self.exchange.end_call()
 
     def perform(self, action: Action, find: Find, lag: int) -> None:
@@ -184,12 +172,8 @@ class Executor:
             find: knows the batch of a number.
             lag: see `BoundaryExchange.end_action`.
         """
-        self._find = find
         with self._whole():
-            self.position = action
-            if (board := self.exchange.transport.board) is not None:
-                board.position = action
-            self._methods[action.kind](action, _subject(action))
+            self._loop(self._prepare([action], ()), find)
             self.exchange.end_action(action.micro_batch or 0, lag)
 
     def empty(self) -> None:
@@ -202,7 +186,6 @@ class Executor:
         """Around a batch or call: if it fails, everything that is under way is dropped."""
         try:
             yield
-            self.position = None
         except BaseException:
             self.abandon()
             raise
@@ -210,23 +193,23 @@ class Executor:
             if self.exchange.transport.board is not None:
                 self.exchange.transport.board.position = None
 
-    def _prepare(self, actions: Sequence[Action]) -> None:
-        # Most batches run the same actions as the one before. By identity: comparing all of them would take long.
-        if actions is not self._program.actions:
-            steps = tuple(
-                PreparedAction(action, self._joint_forward, (action, *others))
-                if others
-                else PreparedAction(action, self._methods[action.kind], _subject(action))
-                for action, *others in in_one(actions, overlaps=False)
-            )
-            again = frozenset(StageKey.of(action) for action in actions if action.kind is Kind.RECOMPUTE)
-            self._program = Program(actions, steps, again)
+    def _prepare(self, actions: Sequence[Action], again: Container[tuple[int, int | None]]) -> list[PreparedAction]:
+        return [
+            PreparedAction(action, self._joint_forward, (action, *others))
+            if others
+            else PreparedAction(action, self._method(action, again), _subject(action))
+            for action, *others in in_one(actions, overlaps=False)
+        ]
 
-    def _loop(self, find: Find) -> None:
+    def _method(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[Action, Any], None]:
+        if action.kind is Kind.FORWARD and action[1:3] in again:
+            return partial(self._forward, again=True)
+        return self._methods[action.kind]
+
+    def _loop(self, steps: Sequence[PreparedAction], find: Find) -> None:
         self._find = find
         board = self.exchange.transport.board
-        for action, run, at in self._program.steps:
-            self.position = action
+        for action, run, at in steps:
             if board is not None:
                 # A watchdog in another thread reads it when this rank hangs in the action.
                 board.position = action
@@ -247,12 +230,12 @@ class Executor:
 
     # ------------------------------------------------------------------ compute
 
-    def _forward(self, action: Action, here: StageKey) -> None:
+    def _forward(self, action: Action, here: StageKey, *, again: bool = False) -> None:
         inbound = self._collect(here)  # waits; the time that follows is the stage's own
         batch, index = self._find(here.micro_batch)
         start = self.clock()
         with batch.using(here.stage, index):
-            if here in self._under_way.again:
+            if again:
                 self._under_way.kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
             else:
                 saved, crossings = self.stages.forward(here.stage, index, batch, inbound)
@@ -303,8 +286,6 @@ class Executor:
 
     def _recompute(self, action: Action, here: StageKey) -> None:
         batch, index = self._find(here.micro_batch)
-        # or it would grow with every call of an asynchronous schedule
-        self._under_way.again.discard(here)
         start = self.clock()
         with batch.using(here.stage, index):
             self._under_way.save(here, self.stages.recompute(here.stage, index, batch, self._under_way.kept.pop(here)))

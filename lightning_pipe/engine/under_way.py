@@ -53,8 +53,7 @@ class UnderWay:
     Each entry is put down by one action and taken up by another; see the drawing of `Executor`.
 
     Attributes:
-        again: the forward passes that are to run a second time.
-        kept: what the first run of such a pass has left: its input.
+        kept: what the first run of a forward pass has left that runs again: its input.
         saved: what a forward pass has left for its backward pass: its graph.
         arrived: for a stage with several senders, which numbers came from which stage; their gradients go back there.
         inbound: what a stage of this rank has handed to a later one of this rank.
@@ -63,7 +62,6 @@ class UnderWay:
         peak_held: the most forward passes that waited for their backward pass at any time of the last batch.
     """
 
-    again: set[StageKey] = field(default_factory=set)
     kept: dict[StageKey, Kept] = field(default_factory=dict)
     saved: dict[StageKey, Saved] = field(default_factory=dict)
     arrived: dict[StageKey, dict[int, frozenset[int]]] = field(default_factory=dict)
@@ -79,6 +77,5 @@ class UnderWay:
 
     def clear(self) -> None:
         """Drop everything: a batch has failed, and its graphs must not stay in memory."""
-        self.again.clear()
         for entries in (self.kept, self.saved, self.arrived, self.inbound, self.crossing, self.gradients):
             entries.clear()

@@ -83,7 +83,7 @@ class WholeParameters(BatchObserver):
         self.executor: Any = None
 
     def before_layer(self, *call: Any) -> None:
-        action = self.executor.position
+        action = self.executor.exchange.transport.board.position
         # torch lets a whole parameter live on, and frees its memory
         found = sum(p.untyped_storage().nbytes() for p in self.parameters._whole())
         self.bytes.setdefault((action.stage, action.micro_batch), found)
