@@ -84,6 +84,12 @@ def view_of(tensor: Tensor) -> View:
     return vars(tensor)[_AT]  # type: ignore[no-any-return]
 
 
+def memory_key(tensor: Tensor) -> Any:
+    """The same for tensors that share memory, or will."""
+    memory = tensor.untyped_storage() if not isinstance(tensor, Deferred) else view_of(tensor).cell.memory
+    return view_of(tensor).cell if memory is None else memory._cdata
+
+
 def real(tensor: Tensor) -> Tensor:
     """The value of a tensor, in memory that it keeps from now on."""
     if not isinstance(tensor, Deferred):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.construction import tensors_of
+from lightning_pipe.construction import memory_key, tensors_of
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, hint_of_use, is_absent
 from lightning_pipe.local_parts import is_divided
@@ -220,14 +221,38 @@ class Ownership:
 
     # ------------------------------------------------------------------ placeholders
 
+    def check_memory(self) -> None:
+        """Refuse a parameter of which another tensor of the module has some of the memory: a change of one is lost.
+
+        Raises:
+            PartitionError: names both.
+        """
+        found: dict[Any, dict[int, tuple[str, Tensor]]] = {}
+        for name, tensor in (*named_tensors(self._module), *_attributes(self._module)):
+            found.setdefault(_span(tensor)[0], {}).setdefault(id(tensor), (name, tensor))
+        found.pop(0, None)
+        for (one, first), (other, second) in chain.from_iterable(
+            combinations(each.values(), 2) for each in found.values()
+        ):
+            trained = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
+            if trained and _overlap(_span(first), _span(second)):
+                raise PartitionError(
+                    f"'{one}' and '{other}' are different tensors with memory in common. Ranks, and processes that "
+                    "divide parameters, have memory of their own: a change of one would not be one of the other.",
+                    hint="Tie parameters as one object (self.head.weight = self.embed.weight), take a view where it is "
+                    "used, in a forward, and keep a copy of what is not to change: .detach().clone().",
+                )
+
     def release_layers(self) -> None:
         """Free the parameters and buffers of foreign layers in place: objects and names stay, as `AbsentTensor`.
 
         What an earlier division has freed stays as it is.
 
         Raises:
-            PartitionError: it has freed what this rank is to compute with.
+            PartitionError: it has freed what this rank is to compute with, or parameters are views of each other.
         """
+        if len(self.rank_names) > 1:
+            self.check_memory()
         # Before anything is freed: the first may raise, the others let go of what cannot be swapped.
         self._take_over()
         drop_weak_references(self._module)
@@ -327,17 +352,25 @@ def _replace(tensor: Tensor, value: Tensor) -> None:
     exchange(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach())
 
 
-def _span(tensor: Tensor) -> tuple[int, int, int]:
+def _span(tensor: Tensor) -> tuple[Any, int, int]:
     """The memory that a tensor has a part in, and from where to where its part may reach."""
     if tensor.layout is not torch.strided or is_absent(tensor) or not tensor.numel():
         return 0, 0, 0
-    size, start = tensor.element_size(), tensor.data_ptr()
-    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage()._cdata, start, start + (reach + 1) * size
+    size, start = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
+    reach: int = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return memory_key(tensor), start, start + (reach + 1) * size
 
 
-def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+def _overlap(one: tuple[Any, int, int], other: tuple[Any, int, int]) -> bool:
     return one[0] == other[0] != 0 and one[1] < other[2] and other[1] < one[2]
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are neither parameters nor buffers; ``torch.nn.utils`` makes those with an original when used."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and f"{name}_orig" not in part._parameters:
+                yield f"{path}.{name}".lstrip("."), value
 
 
 def _own(part: nn.Module) -> tuple[Tensor, ...]:

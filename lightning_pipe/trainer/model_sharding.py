@@ -98,6 +98,7 @@ class ModelSharding:
             pipeline.synchronize()
             return
         check(module, pipeline)
+        pipeline.ownership.check_memory()
         names = dict(module.named_parameters(remove_duplicate=False))
         self._undo = pipeline.synchronize(None if own else self._division(module, pipeline.layers))
         if own and self.tensor_parallel_size > 1:

@@ -46,6 +46,21 @@ def test_layers_belong_to_their_ranks_and_the_rest_to_all_at_first() -> None:
     assert [is_absent(parameter) for parameter in net.parameters()] == [False] * 4 + [True] * 2 + [False] * 2
 
 
+def test_what_may_have_memory_in_common() -> None:
+    net = Net()
+    mask = torch.ones(3)
+    for number, layer in enumerate(net.layers):
+        layer.register_buffer("mask", mask[: 2 + number])  # nothing changes them
+        nn.utils.spectral_norm(layer)
+    net.recurrent = nn.LSTM(2, 2)
+    net.head.flat = torch.ones(6)
+    net.head.weight.data, net.head.bias.data = net.head.flat[:2].view(1, 2), net.head.flat[2:3]
+    with pytest.raises(PartitionError, match=r"'head.(weight|bias)' and 'head.flat' are different tensors"):
+        divided(0, net)[0].release_layers()
+    del net.head.flat  # two pieces of one memory
+    divided(0, net)[0].release_layers()
+
+
 def test_every_tensor_changes_its_type_in_nested_and_shared_modules() -> None:
     net, shared = Net(), nn.Linear(2, 2)
     net.layers = nn.ModuleList(WithShared(shared, nn.Linear(2, 2)) for _ in range(2))

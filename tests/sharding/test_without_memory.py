@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipe.construction import deferred as recording
 from lightning_pipe.construction import is_deferred
+from lightning_pipe.errors import PartitionError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.local_parts import local
 from lightning_pipe.sharding.roots import Root
@@ -255,6 +257,76 @@ def test_runs_that_go_on_and_modules_that_divide_themselves(tmp_path: Path) -> N
         oracle.assert_equal(Trace(losses=losses), truths["recorded"])
         for (way, _), trace in traces.items():
             oracle.assert_equal(trace, truths[way])
+
+
+class Viewed(Untied):
+    """A buffer is a view of a weight, or as the error advises: the view is taken where it is used."""
+
+    def __init__(self, *, mended: bool = False) -> None:
+        super().__init__()
+        if not mended:
+            self.register_buffer("first", self.head.weight.detach()[:2])
+        self.mended = mended
+
+    def loss(self, batch: Tensor) -> Tensor:
+        first = self.head.weight[:2].detach() if self.mended else self.first
+        return super().loss(batch) + first.mean() * self.head.weight.mean()
+
+
+class SameData(Untied):
+    """Parameters with the same data, or as the error advises: one parameter."""
+
+    def __init__(self, *, mended: bool = False) -> None:
+        super().__init__()
+        if mended:
+            self.head.weight = self.embed.weight
+        else:
+            self.head.weight.data = self.embed.weight.data
+
+
+MEMORY = {"2x1x1": {}, "1x2x1": {"data_parallel_size": 2, "shard_optimizer": "parameters"}}
+
+
+def fit_aliases(process: int) -> dict[tuple[str, str, bool], Trace | str]:
+    """What runs leave, or the error, by what is shared, the processes, and whether it is as the error advises."""
+    from lightning_pipe import PipeStrategy
+
+    found: dict[tuple[str, str, bool], Trace | str] = {}
+    for kind, (layout, sizes), mended in product((Viewed, SameData), MEMORY.items(), (False, True)):
+        strategy = PipeStrategy("1f1b", 2, int(layout[0]), **sizes)
+        try:
+            found[kind.__name__, layout, mended] = fit_kind(kind, mended, strategy=strategy, devices=2)
+        except PartitionError as error:
+            found[kind.__name__, layout, mended] = str(error)
+    return found
+
+
+def fit_kind(kind: Any, mended: bool, **options: Any) -> Trace:
+    quiet()
+    recorder = oracle.Recorder()
+    trainer = L.Trainer(
+        **{"accelerator": "cpu", "max_epochs": 1, "precision": "64-true", "callbacks": [recorder], **options, **QUIET},
+        use_distributed_sampler=False,
+    )
+    torch.manual_seed(SEED)
+    with trainer.init_module():
+        module = kind(mended=mended)
+    trainer.fit(module, oracle.loader(batches()))
+    return Trace(losses=recorder.trace.losses, weights=oracle.state_of(module))
+
+
+@pytest.mark.timeout(100)
+def test_memory_that_tensors_share_is_refused_and_the_remedy_is_right() -> None:
+    shared = {"Viewed": "'head.weight' and 'first'", "SameData": "'embed.weight' and 'head.weight'"}
+    truths = {kind.__name__: fit_kind(kind, True, devices=1) for kind in (Viewed, SameData)}
+    for of_process in run_trainers(fit_aliases, 2, timeout=80):
+        assert len(of_process) == 8
+        for (kind, _, mended), found in of_process.items():
+            if mended:
+                assert isinstance(found, Trace)
+                oracle.assert_equal(found, truths[kind])
+            else:
+                assert f"{shared[kind]} are different tensors with memory in common" in str(found)
 
 
 # ---------------------------------------------------------------------- memory
