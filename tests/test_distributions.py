@@ -89,9 +89,13 @@ def train(process: int, folder: Path, name: str, strategy: str, devices: int) ->
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("pytorch_lightning", "pipe"), ("pytorch_lightning", "object"), ("pytorch_lightning", "other"),
-     ("lightning", "other")],
-)  # fmt: skip
+    [
+        ("pytorch_lightning", "pipe"),
+        pytest.param("pytorch_lightning", "object", marks=pytest.mark.slow),
+        pytest.param("pytorch_lightning", "other", marks=pytest.mark.slow),
+        ("lightning", "other"),
+    ],
+)
 def test_trains_as_on_one_device(name: str, strategy: str, tmp_path: Path) -> None:
     (expected,) = run_trainers(train, 1, timeout=60, folder=tmp_path, name=name, strategy="auto", devices=1)
     for found in run_trainers(train, 2, timeout=60, folder=tmp_path, name=name, strategy=strategy, devices=2):

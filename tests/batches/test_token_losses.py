@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.transport.base import Transport
+from tests.support.pairs import pairs
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET
 
@@ -145,8 +146,7 @@ def test_means_over_labels_need_no_function(loss: Any, micro_batches: Any) -> No
     assert max(module.sizes) < 8  # no batch has run whole
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "replicas"), pairs(LOSSES, [1, 2], lambda loss, replicas: loss == replicas))
 def test_ranks_and_replicas_agree(loss: Any, replicas: int) -> None:
     data = items(3, unlabelled=(1, 3, 5))
     options = {"stages": 2, "layers": "layers", "micro_batches": 4 // replicas}

@@ -16,6 +16,7 @@ from lightning_pipe import schedules
 from lightning_pipe.schedules import Chimera
 from tests.support.equality_sweep import Point, check, grid
 from tests.support.model_zoo import MAIN, SMALL, ZOO, Entry
+from tests.support.pairs import every_second, pairs
 from tests.support.zoo.base import BATCH
 
 NAMED = [
@@ -50,9 +51,9 @@ def always(entry: Entry, point: Point) -> bool:
 
 
 def in_turn(entry: Entry, point: Point) -> bool:
-    """Every point with two of the main models, and every model at several points."""
+    """Every point with a main model, and every model at several points."""
     points = NAMED if point in NAMED else FURTHER
-    return (MAIN.index(entry) - points.index(point)) % len(MAIN) in (0, 2)
+    return MAIN.index(entry) == points.index(point) % len(MAIN)
 
 
 def cases(
@@ -84,18 +85,21 @@ def test_small_models_with_further_schedules(entry: Entry, point: Point) -> None
     check(entry, point)
 
 
-def with_and_without_replicas(entry: Entry, point: Point) -> bool:
-    """Every small model without replicas, and at one of the two points with them."""
-    return point is NAMED[0] or point is NAMED[1 + 2 * (SMALL.index(entry) % 2)]
+def with_or_without_replicas(entry: Entry, point: Point) -> bool:
+    """Every small model at one point: every second one that can have replicas with them."""
+    number = SMALL.index(entry)
+    return point is NAMED[1 + number // 2 % 2 * 2 if entry.replicas and number % 2 == 0 else 0]
 
 
-@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]], with_and_without_replicas))
+@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]], with_or_without_replicas))
 def test_small_models(entry: Entry, point: Point) -> None:
     check(entry, point)
 
 
-@pytest.mark.parametrize("name", ["mlp", "residual", "gpt2", "shared_norm", "frozen_prefix", "branches", "odd_batches"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    pairs(["mlp", "residual", "gpt2", "shared_norm", "frozen_prefix", "branches", "odd_batches"], [1, 2], every_second),
+)
 def test_accumulation_over_batches(name: str, replicas: int) -> None:
     check(ZOO[name], Point("1f1b", stages=2, micro_batches=3, replicas=replicas, accumulate=2, steps=2))
 

@@ -36,6 +36,7 @@ from tests.support import equality_sweep
 from tests.support.engine_runs import Batch, assert_same, pipelined
 from tests.support.equality_sweep import Point
 from tests.support.model_zoo import Entry
+from tests.support.pairs import pairs, slow_but
 from tests.support.small_net import Block
 from tests.support.zoo.base import Block as ResidualBlock
 from tests.support.zoo.base import Regression
@@ -97,7 +98,7 @@ def check(family: Family, ranks: int, micro_batches: int, **options: Any) -> Non
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [pytest.param(2, 5, marks=pytest.mark.slow), (4, 1), (4, 5)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), slow_but([(2, 5), (4, 1), (4, 5)], (4, 5)))
 @pytest.mark.parametrize("family", list(families()), ids=label)
 def test_equals_one_device(family: Family, ranks: int, micro_batches: int) -> None:
     check(family, ranks, micro_batches)
@@ -146,8 +147,9 @@ class TiedAtBothEnds(Regression):
         return self.head(F.linear(h, self.embed.weight))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", list(families()), ids=label)
+@pytest.mark.parametrize(
+    ("family", "ranks"), pairs(list(families()), [2, 4, 8], lambda family, ranks: ranks == 0 and family % 3 == 0)
+)
 def test_replicas_accumulation_clipping_and_evaluation_at_once(family: Family, ranks: int) -> None:
     """Tied weights, uneven batches, of which every third has fewer samples; two replicas, two batches in a step."""
     stages = ranks * family.stages_per_rank
@@ -182,18 +184,12 @@ class TiedTwice(Tied):
 
 
 @pytest.mark.parametrize(
-    ("reentrant", "recompute"),
-    [
-        (False, "always"),
-        (True, "never"),
-        pytest.param(False, "never", marks=pytest.mark.slow),
-        pytest.param(True, "always", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    "family",
-    [ZeroBubble(), ZeroBubble("h2"), ZeroBubble("v"), InterleavedZeroBubble(), DualPipe(), DualPipeV()],
-    ids=label,
+    ("family", "reentrant", "recompute"),
+    pairs(
+        [ZeroBubble(), ZeroBubble("h2"), ZeroBubble("v"), InterleavedZeroBubble(), DualPipe(), DualPipeV()],
+        [(False, "always"), (True, "never"), (False, "never"), (True, "always")],
+        lambda family, other: other < 2 and (family + other) % 2 == 0,
+    ),
 )
 def test_halves_of_backward_passes_of_shared_and_checkpointed_layers(
     family: Family, reentrant: bool, recompute: Any

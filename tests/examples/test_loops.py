@@ -50,7 +50,7 @@ def one_device() -> list[float]:
 @pytest.mark.parametrize(
     ("script", "launcher"),
     [
-        ("plain_loop.py", ()),
+        pytest.param("plain_loop.py", (), marks=pytest.mark.slow),
         ("plain_loop.py", TORCHRUN),
         ("fabric.py", ()),
         ("accelerate_loop.py", TORCHRUN),

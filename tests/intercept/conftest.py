@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.pairs import slow_but
 from tests.support.small_net import RUNS
 
-# with several stages on a rank there are stages between others, too
-FAST = [run for run in RUNS if run.get("ranks") != 4]
-SLOW = [pytest.param(run, marks=pytest.mark.slow) for run in RUNS if run not in FAST]
+# where ranks have several stages there are stages between others, too
+FAST = ({"ranks": 2}, {"ranks": 2, "schedule": "interleaved"})
 
 
-@pytest.fixture(params=[*FAST, *SLOW], ids=lambda run: "-".join(map(str, run.values())))
+@pytest.fixture(params=slow_but(RUNS, *FAST), ids=lambda run: "-".join(map(str, run.values())))
 def run(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"layers": "layers", **request.param}

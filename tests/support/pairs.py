@@ -1,11 +1,16 @@
-"""Parameters of two kinds in all pairs, of which only some are among the fast tests."""
+"""Parameters of which only some are among the fast tests, alone and in pairs of two kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+
+
+def slow_but(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Each value, slow unless it is one of ``fast``. A tuple is several parameters."""
+    return [value if value in fast else pytest.param(*_several(value), marks=pytest.mark.slow) for value in values]
 
 
 def with_the_first(one: int, other: int) -> bool:

@@ -7,7 +7,8 @@ import torch
 
 from lightning_pipe.partition import find_layers
 from tests.support import oracle
-from tests.support.model_zoo import ZOO, Entry
+from tests.support.model_zoo import MAIN, ZOO, Entry
+from tests.support.pairs import slow_but
 
 STEADY = [entry for entry in ZOO.values() if entry.name != "noise"]
 
@@ -20,7 +21,7 @@ def test_a_model_is_the_same_each_time(entry: Entry) -> None:
     assert {p.dtype for p in one.parameters()} == {torch.float64}
 
 
-@pytest.mark.parametrize("entry", STEADY, ids=str)
+@pytest.mark.parametrize("entry", slow_but(STEADY, *MAIN), ids=str)
 def test_lightning_and_the_plain_loop_agree(entry: Entry) -> None:
     plain = oracle.train(entry, micro_batches=3, accumulate=2, steps=2)
     trainer = oracle.train_with_lightning(entry, micro_batches=3, accumulate=2, steps=2)

@@ -18,3 +18,4 @@ def run_in_threads(fn: Callable[..., Any], topology: Topology, group_timeout: fl
 
 
 LOCAL = {"gloo": False, "local": True, "channels": "channels"}
+EVERY = ["threads", *LOCAL]

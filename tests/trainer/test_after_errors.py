@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -102,7 +103,7 @@ def goes_on(process: int, devices: int | None, method: str, another: bool) -> fl
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", ["validate", "fit"])
+@pytest.mark.parametrize("method", slow_but(["validate", "fit"], "fit"))
 def test_another_trainer_goes_on_behind_an_error(method: str) -> None:
     plain = goes_on(0, None, method, another=False)
     for value in run_trainers(goes_on, 2, timeout=40, devices=2, method=method, another=True):
@@ -110,7 +111,7 @@ def test_another_trainer_goes_on_behind_an_error(method: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", ["validate", "fit"])
+@pytest.mark.parametrize("method", slow_but(["validate", "fit"], "validate"))
 def test_the_same_trainer_says_why_it_cannot(method: str) -> None:
     for rank, text in enumerate(run_trainers(goes_on, 2, timeout=40, devices=2, method=method, another=False)):
         assert f"Rank {rank} cannot run this Trainer again: its last run has failed" in text

@@ -81,7 +81,8 @@ def assert_equal(name: str, found: dict[str, Any]) -> None:
 
 
 APART = sorted(MODULES.keys() - set(DEPENDENT))
-GROUPS = [APART[start : start + 9] for start in range(0, len(APART), 9)]
+FAST = ["Backwards", "Experts", "Flow", "HeadOfTask", "Packed", "Predictor", "Segmentation", "Siamese", "Translation"]
+"""Each finds its layers, or what crosses between them, in a way of its own; slow tests have all shapes."""
 
 
 def test_there_are_thirty_shapes() -> None:
@@ -89,12 +90,12 @@ def test_there_are_thirty_shapes() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
-def test_two_ranks_train_every_module_as_one_device(names: list[str], tmp_path: Any) -> None:
-    for name, found in zip(names, by_the_word(names, 2, str(tmp_path)), strict=True):
+def test_two_ranks_train_modules_of_many_shapes_as_one_device(tmp_path: Any) -> None:
+    for name, found in zip(FAST, by_the_word(FAST, 2, str(tmp_path)), strict=True):
         assert_equal(name, found)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_four_ranks_train_what_has_layers_enough(tmp_path: Any) -> None:
     names = ["Backwards", "Fusion", "LanguageModel", "Residual", "Segmentation", "Translation", "Variational"]
@@ -103,15 +104,14 @@ def test_four_ranks_train_what_has_layers_enough(tmp_path: Any) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("word", ["pipe_interleaved", "pipe_chimera", "pipe_zero_bubble"])
-def test_schedules_with_several_stages_or_pipes(word: str, tmp_path: Any) -> None:
+def test_a_schedule_with_several_stages_and_pipes(tmp_path: Any) -> None:
     names = ["Backwards", "Encoder", "Segmentation", "TwoTowers"]
-    for name, found in zip(names, by_the_word(names, 2, str(tmp_path), word), strict=True):
+    for name, found in zip(names, by_the_word(names, 2, str(tmp_path), "pipe_chimera"), strict=True):
         assert_equal(name, found)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_batches_whose_samples_depend_on_each_other_run_whole(devices: int, tmp_path: Any) -> None:
     for name, found in zip(DEPENDENT, by_the_word(DEPENDENT, devices, str(tmp_path)), strict=True):
         assert_equal(name, found)
@@ -123,7 +123,7 @@ def test_batches_whose_samples_depend_on_each_other_run_whole(devices: int, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("word", ["pipe_interleaved", "pipe_chimera", "pipe_zero_bubble", "pipe_gpipe"])
+@pytest.mark.parametrize("word", [WORD, "pipe_interleaved", "pipe_chimera", "pipe_zero_bubble", "pipe_gpipe"])
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_every_module_by_every_word(name: str, word: str, tmp_path: Any) -> None:
     if name == "Siamese" and word in ("pipe_chimera", "pipe_zero_bubble"):
@@ -182,7 +182,7 @@ def elsewhere(process: int, method: str, cache: str) -> Any:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("method", ["validate", "predict"])
+@pytest.mark.parametrize("method", [pytest.param("validate", marks=pytest.mark.slow), "predict"])
 def test_the_first_run_may_be_an_evaluation(method: str, tmp_path: Any) -> None:
     from tests.support.any_modules import Backwards
 
@@ -377,7 +377,7 @@ def built_in_parts(process: int, cache: str, sanity: int) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("sanity", [0, 1])
+@pytest.mark.parametrize("sanity", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_module_that_nobody_has_whole_ends_with_the_line_to_paste(sanity: int, tmp_path: Any) -> None:
     options = {"cache": str(tmp_path), "sanity": sanity}
     error, known, pasted = processes.run_trainers(built_in_parts, 2, timeout=100, **options)[0]

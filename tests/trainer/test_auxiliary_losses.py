@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -70,7 +71,7 @@ def trained_in_all_forms(process: int, schedule: str) -> list[dict[str, Tensor]]
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", slow_but(["gpipe", "1f1b", "interleaved"], "1f1b"))
 def test_a_loss_that_layers_keep_trains_them_as_on_one_device(schedule: str) -> None:
     one = trained(0, "nothing", None)
     for found in run_trainers(trained_in_all_forms, 2, timeout=50, schedule=schedule):

@@ -76,6 +76,7 @@ def test_convolutional_networks_train_as_on_one_device() -> None:
             torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_convolutional_networks_do_not_depend_on_the_cut() -> None:
     """Several micro-batches, recomputed: the same curve on two processes and on one."""

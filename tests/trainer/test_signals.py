@@ -142,10 +142,7 @@ def terminated_late(process: int, signalled: int, place: str) -> object:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("signalled", "place"),
-    [
-        (0, "on_train_end"),
-        (1, "on_train_end"),
-    ],
+    [pytest.param(0, "on_train_end", marks=pytest.mark.slow), (1, "on_train_end")],
 )
 def test_one_that_comes_after_the_batches_ends_the_run(signalled: int, place: str) -> None:
     # nobody asks the other one: it hears of the signal when a message fails

@@ -7,10 +7,11 @@ import functools
 import pytest
 
 from tests.support import processes
-from tests.support.transports import LOCAL, Run, run_in_threads
+from tests.support.pairs import slow_but
+from tests.support.transports import EVERY, LOCAL, Run, run_in_threads
 
 
-@pytest.fixture(params=["threads", *LOCAL])
+@pytest.fixture(params=slow_but(EVERY, "threads", "local"))
 def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "threads":
         return run_in_threads

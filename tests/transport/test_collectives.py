@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
-from tests.support.transports import Run
+from tests.support.transports import EVERY, Run
 
 
 def collectives(transport: Transport) -> dict[str, Any]:
@@ -41,6 +42,7 @@ def collectives(transport: Transport) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.parametrize("run", EVERY, indirect=True)
 def test_collectives(run: Run) -> None:
     for process, results in enumerate(run(collectives, Topology.for_schedule(2, 2))):
         pair = (process % 2, process % 2 + 2)

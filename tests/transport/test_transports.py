@@ -16,7 +16,8 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Channel, Lane, Transport
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
-from tests.support.transports import Run, run_in_threads
+from tests.support.pairs import slow_but
+from tests.support.transports import EVERY, Run, run_in_threads
 
 FORWARD, BACKWARD = Lane("forward"), Lane("backward")
 
@@ -90,6 +91,7 @@ def out_of_order(transport: Transport) -> list[list[int]]:
     return [get(transport, 1 << 19, 0, lane)[:2] for lane in reversed(lanes)]
 
 
+@pytest.mark.parametrize("run", EVERY, indirect=True)
 def test_lanes_do_not_wait_for_each_other(run: Run) -> None:
     first, second = run(out_of_order, Topology(2))
     assert first == [[10, 10], [11, 11], [12, 12], [13, 13]]
@@ -108,7 +110,7 @@ def objects(transport: Transport, size: int) -> list[Any]:
     return received
 
 
-@pytest.mark.parametrize("size", [1, 100_000])
+@pytest.mark.parametrize("size", slow_but([1, 100_000], 100_000))
 def test_objects_meet_by_tag_and_both_may_send_first(run: Run, size: int) -> None:
     for rank, received in enumerate(run(objects, Topology(2), size=size)):
         expected: list[Any] = [{"from": 1 - rank, "tag": tag, "data": "x" * size} for tag in (2, 0, 1)]
@@ -211,7 +213,7 @@ def engine(transport: Transport, schedule: str) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", slow_but(["gpipe", "1f1b", "interleaved"], "interleaved"))
 def test_the_engine_opens_all_channels_that_it_uses(schedule: str) -> None:
     expected = run_in_threads(engine, Topology(2), schedule=schedule)
     assert processes.run_pipeline(engine, Topology(2), local="closed channels", schedule=schedule) == expected

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
+from tests.support.pairs import slow_but
 from tests.support.processes import outcomes, run_trainers
 from tests.support.trainer_runs import QUIET
 
@@ -93,7 +94,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "two_stages_here", "two_ranks", "accumulated"))
 def test_a_loss_that_compares_samples_equals_one_device(layout: str) -> None:
     devices, options, trainer = LAYOUTS[layout]
     logged, mean, state, _ = fit(0, Contrastive(), **trainer)

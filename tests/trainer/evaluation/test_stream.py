@@ -287,11 +287,11 @@ def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, 
     ("name", "schedule"),
     [
         ("step", "1f1b"),
-        ("exhausted", "1f1b"),
+        pytest.param("exhausted", "1f1b", marks=pytest.mark.slow),
         ("metric", "1f1b"),
         pytest.param("metric", "dualpipev", marks=pytest.mark.slow),
         pytest.param("data", "1f1b", marks=pytest.mark.slow),
-        ("step", "interleaved"),
+        pytest.param("step", "interleaved", marks=pytest.mark.slow),
         pytest.param("data", "interleaved", marks=pytest.mark.slow),
     ],
 )

@@ -58,9 +58,9 @@ def validated(process: int, devices: int | None, first: int, schedule: str = "1f
 @pytest.mark.parametrize(
     ("ranks", "first", "schedule"),
     [
-        (2, 0, "1f1b"),
+        pytest.param(2, 0, "1f1b", marks=pytest.mark.slow),
         (2, 3, "1f1b"),
-        (2, 2, "interleaved"),
+        pytest.param(2, 2, "interleaved", marks=pytest.mark.slow),
         (2, 9, "chimera"),  # in no batch: one of two copies of each layer runs
         pytest.param(2, 2, "chimera", marks=pytest.mark.slow),
         pytest.param(2, 0, "interleaved", marks=pytest.mark.slow),

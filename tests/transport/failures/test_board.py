@@ -24,6 +24,7 @@ from lightning_pipe.transport.failures.board import FailureBoard
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.torch_distributed import default_store
 from tests.support import processes
+from tests.support.pairs import pairs, slow_but
 from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 FORWARD = Lane("forward")
@@ -109,8 +110,7 @@ def run(fault: str, at: int, ranks: int = 4, group_timeout: float = 30.0, **kwar
     )
 
 
-@pytest.mark.parametrize("at", [0, 1, 3])
-@pytest.mark.parametrize("watch", [True, False])
+@pytest.mark.parametrize(("at", "watch"), pairs([1, 0, 3], [True, False], lambda at, watch: at + watch == 1))
 def test_a_rank_that_raises_takes_the_others_down_with_its_traceback(at: int, watch: bool) -> None:
     ended = run("raise", at, watch=watch)
     assert max(outcome.seconds for outcome in ended) < 10
@@ -131,7 +131,7 @@ def test_the_world_raises_the_origins_error() -> None:
         processes.results(run("raise", 2))
 
 
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("at", slow_but([0, 3], 3))
 def test_a_rank_that_is_killed_takes_the_others_down(at: int) -> None:
     # With the reversed order process 0, which serves the store, is the last row of the schedule.
     ended = run("exit", at)
