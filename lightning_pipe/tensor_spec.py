@@ -12,17 +12,19 @@ class TensorSpec(NamedTuple):
     """Shape, dtype and strides of a tensor that does not exist yet on this rank.
 
     Strides count: they decide whether ``contiguous()`` or ``reshape()`` return a copy or the tensor itself, and so
-    what a later change in place reaches. ``None`` means contiguous.
+    what a later change in place reaches. ``None`` means contiguous. The type of the device counts for what a function
+    has moved from one to another.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None
+    device: str | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """The specification of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, None if tensor.is_contiguous() else tensor.stride())
+    def of(cls, tensor: Tensor, device: str | None = None) -> TensorSpec:
+        """The specification of a tensor, with the type of its device if that counts."""
+        return cls(tuple(tensor.shape), tensor.dtype, None if tensor.is_contiguous() else tensor.stride(), device)
 
     @property
     def dense(self) -> bool:

@@ -69,7 +69,7 @@ def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int]) -> TensorSpe
     strides, extent = dict.fromkeys(range(len(shape)), 0), 1
     for d in sorted(strides, key=lambda d: (one.strides[d], one.shape[d])):  # type: ignore[index]
         strides[d], extent = extent, extent * shape[d]
-    return TensorSpec(shape, one.dtype, tuple(strides.values()))
+    return one._replace(shape=shape, strides=tuple(strides.values()))
 
 
 def _shape(one: Sequence[int], other: Sequence[int], dimension: int | None) -> tuple[int, ...]:

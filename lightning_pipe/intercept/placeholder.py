@@ -30,7 +30,6 @@ class Placeholder(Tensor):
 
     differentiable: bool = False
     """Whether the tensor that it stands for requires a gradient."""
-    _meta: Tensor | None = None
 
     def __new__(
         cls, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
@@ -39,13 +38,6 @@ class Placeholder(Tensor):
         make = Tensor._make_wrapper_subclass
         placeholder: Placeholder = make(cls, shape, strides=strides, dtype=dtype, device=device)
         return placeholder
-
-    @property
-    def meta(self) -> Tensor:
-        """A tensor like it on the meta device."""
-        if self._meta is None:
-            self._meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        return self._meta
 
     __torch_function__ = disabled_torch_function
 
@@ -78,8 +70,9 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, spec: TensorSpec, device: torch.device) -> Placeholder:
-        """A placeholder with the shape, dtype and strides of ``spec``."""
-        return cls(spec.shape, spec.strides, spec.dtype, device)
+        """A placeholder as ``spec`` says, on ``device`` unless that names another kind."""
+        moved = device if spec.device is None else numbered(torch.device(spec.device))
+        return cls(spec.shape, spec.strides, spec.dtype, moved)
 
     @classmethod
     def like(cls, tensor: Tensor, device: torch.device) -> Placeholder:
@@ -127,88 +120,46 @@ def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
     An argument that ``func`` changes in place is returned as the same object, as torch does.
     """
-    call = _Shapes()
-    with torch.no_grad():
-        meta_args, meta_kwargs = tree_map(call.to_meta, (args, dict(kwargs)))
-        meta_func, meta_args, meta_kwargs = call.redirect(func, meta_args, meta_kwargs)
-        try:
-            result = meta_func(*meta_args, **meta_kwargs)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
-            raise CutError(
-                f"'{function_name(func)}' needs the value of a tensor that only another stage has "
-                f"(it is computed by, or from, layers or parameters of an earlier stage): {error}",
-                hint=_NESTED if "nested_tensor" in function_name(func) else _VALUES,
-            ) from error
-    return tree_map(lambda value: call.to_placeholder(value, func), result)
+    originals: dict[int, Tensor] = {}
 
-
-def _nothing() -> None:
-    """Does nothing."""
-
-
-class _Shapes:
-    """One call on meta tensors, with what is needed to come back from it."""
-
-    def __init__(self) -> None:
-        self.device: torch.device | None = None
-        self._originals: dict[int, Tensor] = {}
-
-    def to_meta(self, value: Any) -> Any:
+    def to_meta(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if self.device is None or isinstance(value, Placeholder):
-            self.device = value.device
-        if isinstance(value, Placeholder):
-            meta = value.meta
-        else:
-            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        self._originals[id(meta)] = value
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        originals[id(meta)] = value
         return meta
 
-    def redirect(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Keep a call that names a device on meta, and note which device its result would have been on."""
-        name, given = getattr(func, "__name__", ""), args[1] if len(args) > 1 else None
-        if name == "record_stream":  # there is no memory to keep
-            return _nothing, (), {}
-        if name in ("cpu", "cuda"):
-            # a meta tensor has no such methods: they copy
-            given = kwargs.get("device", given)
-            self._move(torch.device(name, given) if type(given) is int else given or name)
-            return Tensor.to, (args[0], "meta"), {}
-        if name == "type" and (given := kwargs.get("dtype", given)) is not None:
-            if not isinstance(given, torch.dtype):
-                named = torch.empty(0).type(given)
-                if self.device is None or self.device.type != named.device.type:
-                    self._move(named.device)
-                given = named.dtype
-            return Tensor.to, (args[0], given), {}
-        if kwargs.get("device") is not None:
-            self._move(kwargs["device"])
-            return func, args, {**kwargs, "device": "meta"}
-        if name == "to" and isinstance(given := kwargs.get("other", given), Tensor):
-            self._move(self._originals[id(given)].device)
-        elif name == "to" and isinstance(given, (str, torch.device, int)):
-            self._move(given)
-            return func, (args[0], "meta", *args[2:]), kwargs
-        return func, args, kwargs
-
-    def _move(self, device: str | torch.device | int) -> None:
-        """The result would have been on this device."""
-        self.device = numbered(torch.device(device))
-
-    def to_placeholder(self, value: Any, func: Any) -> Any:
-        if torch.is_storage(value):
-            raise CutError(f"'{function_name(func)}' asks for memory that only another stage has.", hint=_VALUES)
+    def to_placeholder(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        original = self._originals.get(id(value))
-        # ``to`` returns its argument when nothing changes: the same object must come back, unless it moved.
-        if original is None or original.device != self.device:
-            return Placeholder.like(value, self.device or torch.device("cpu"))
+        original = originals.get(id(value))
+        if original is None or original.device != device:  # where it is itself, the same object must come back
+            return Placeholder.like(value, device)
         if (original.shape, original.stride()) != (value.shape, value.stride()):
             raise CutError(
-                f"'{function_name(func)}' changes the shape or strides of a tensor in place before this stage has its "
-                "value.",
+                f"'{function_name(func)}' changes the shape or strides of a tensor in place that only another stage "
+                "has.",
                 hint="Use the out-of-place form.",
             )
         return original
+
+    meta_args, meta_kwargs = tree_map(to_meta, (args, dict(kwargs)))
+    given = sorted(originals.values(), key=lambda tensor: not isinstance(tensor, Placeholder))
+    device = given[0].device if given else torch.device("cpu")
+    if kwargs.get("device") is not None:
+        device, meta_kwargs["device"] = numbered(torch.device(kwargs["device"])), "meta"
+    try:
+        with torch.no_grad():
+            result = func(*meta_args, **meta_kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+        raise no_value(func, error) from error
+    return tree_map(to_placeholder, result)
+
+
+def no_value(func: Callable[..., Any], reason: object) -> CutError:
+    """The error for a function that needs the value of a placeholder."""
+    return CutError(
+        f"'{function_name(func)}' needs the value of a tensor that only another stage has "
+        f"(it is computed by, or from, layers or parameters of an earlier stage): {reason}",
+        hint=_NESTED if "nested_tensor" in function_name(func) else _VALUES,
+    )

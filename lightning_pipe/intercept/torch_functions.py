@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import LEAF, PLAIN, Value
+from lightning_pipe.intercept.call_record import LEAF, PLAIN, Passed, Value
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
@@ -37,8 +37,8 @@ METADATA = frozenset(
 )
 """Functions that look at a tensor without reading its value: they run as they are and are not recorded."""
 
-AUTOGRAD = frozenset("requires_grad_ retain_grad register_hook".split())
-"""Functions that concern the graph behind a tensor: a stage without the tensor has nothing to do."""
+AUTOGRAD = frozenset("requires_grad_ retain_grad register_hook record_stream".split())
+"""Functions that concern the graph or the memory of a tensor: a stage without it has nothing to do."""
 
 
 _Packet, _Overload = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
@@ -201,9 +201,11 @@ _ADDRESSES = frozenset("data_ptr _cdata.__get__".split())
 """Functions whose numbers mean nothing on another rank."""
 
 
-def values_read(name: str, result: Any) -> tuple[Any, tuple[Value, ...]] | None:
+def values_read(name: str, result: Any) -> tuple[Any, tuple[Any, ...]] | None:
     """What a function reads from tensors if those are numbers, text or arrays: structure and leaves of its `Call`."""
-    if result is None or name in _ADDRESSES:
+    if name in _ADDRESSES:
+        return LEAF, (0,)
+    if result is None:
         return None
     leaves, structure = tree_flatten(result)
     if not leaves or not all(isinstance(leaf, (bool, int, float, complex, str, np.ndarray)) for leaf in leaves):
@@ -211,23 +213,22 @@ def values_read(name: str, result: Any) -> tuple[Any, tuple[Value, ...]] | None:
     return structure, tuple(Value.of(leaf) for leaf in leaves)
 
 
-def new_results(result: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Any, ...]] | None:
-    """What a function has returned if its tensors are new: structure and leaves of its `CallRecord`.
-
-    Of results that it was given, or that are on another device, the other stages find shapes and types by themselves.
+def results_told(result: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Any, ...]] | None:
+    """What a function has returned: structure and leaves of its `CallRecord`; ``None``: no other stage can have that.
 
     Args:
         result: what it has returned.
         tensors: those that it was given.
     """
     leaves, structure = ([result], LEAF) if type(result) is Tensor else tree_flatten(result)
-    given, device = [id(tensor) for tensor in tensors], tensors[0].device
+    positions, device = {id(tensor): position for position, tensor in enumerate(tensors)}, tensors[0].device
     described: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            if id(leaf) in given or leaf.device != device:
-                return None
-            described.append(TensorSpec.of(leaf))
+            spec = (
+                TensorSpec.of(leaf) if leaf.device == device else TensorSpec.of(leaf)._replace(device=leaf.device.type)
+            )
+            described.append(Passed(positions[id(leaf)]) if id(leaf) in positions else spec)
         elif leaf is None or isinstance(leaf, PLAIN):
             described.append(leaf)
         else:

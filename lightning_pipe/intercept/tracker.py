@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Value
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Passed, Value
 from lightning_pipe.intercept.digest import Digest
 from lightning_pipe.intercept.held_by_graphs import SHARING, let_go
 from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
-from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, shape_only
+from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, no_value
 from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,
@@ -30,8 +30,8 @@ from lightning_pipe.intercept.torch_functions import (
     draws,
     function_name,
     leaves_of,
-    new_results,
     results_of,
+    results_told,
     values_read,
 )
 from lightning_pipe.tensor_spec import TensorSpec
@@ -228,7 +228,7 @@ class Tracker(TorchFunctionMode):
             self.touch([] if self.waiting else tensors, name)
             return self.waiting or bool(func(*args, **kwargs))
         self.digest.call(name, leaves)
-        return self._answer(name, func, args, kwargs) if self.waiting else self._run(name, func, args, kwargs, tensors)
+        return (self._answer if self.waiting else self._run)(name, func, args, kwargs, tensors)
 
     def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._off:  # what an autograd Function uses counts, and no more: other stages have its results
@@ -262,7 +262,7 @@ class Tracker(TorchFunctionMode):
         makes = torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None
         return counting() if makes else None
 
-    def _answer(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         call = self.expect(name)
         written = self.in_place.written(changed_in_place(name, args, kwargs))
         if name in AUTOGRAD:
@@ -272,10 +272,8 @@ class Tracker(TorchFunctionMode):
             return no_hook() if name == "register_hook" else args[0]
         self.in_place.forget(written, name)  # (3): an earlier stage has written values that are not here
         if call.structure is None:
-            result = shape_only(func, args, kwargs)
-        else:
-            device = next(leaf.device for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor))
-            result = tree_unflatten([_placeholder_for(leaf, device) for leaf in call.leaves], call.structure)
+            raise no_value(func, "what it returns, or leaves of a tensor's shape, does not go to other stages")
+        result = tree_unflatten([_stand_in(leaf, tensors) for leaf in call.leaves], call.structure)
         self.follow(results_of(result, written), call)
         return result
 
@@ -284,6 +282,7 @@ class Tracker(TorchFunctionMode):
         before = self.in_place.noted(tensors) if self.function else ()
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
+        shapes = list(map(TensorSpec.of, written))
         # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
         if self.function or draws(func, name):
             with self._stream(-1, len(self.calls)):
@@ -292,7 +291,9 @@ class Tracker(TorchFunctionMode):
             result = func(*args, **kwargs)
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
         # what the code reads may decide its path: stages that wait read the same
-        told = values_read(name, result) if not numbers else None if written else new_results(result, tensors)
+        told = results_told(result, tensors) if numbers else values_read(name, result)
+        if list(map(TensorSpec.of, written)) != shapes:
+            told = None
         if self.function and self.partial and (told is None or self.in_place.changed(before, name)):
             raise CutError(
                 f"the torch.autograd.Function '{name}' changes a tensor in place, or returns something else than new "
@@ -306,10 +307,11 @@ class Tracker(TorchFunctionMode):
         """Record or follow one application of a ``torch.autograd.Function`` outside layers."""
         leaves = leaves_of(args, kwargs)
         self.digest.call(name, leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.waiting:
-            return self._answer(name, apply, args, kwargs)
+            return self._answer(name, apply, args, kwargs, tensors)
         with self.within(name):
-            return self._run(name, apply, args, kwargs, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            return self._run(name, apply, args, kwargs, tensors)
 
     @contextmanager
     def within(self, function: str) -> Iterator[None]:
@@ -352,10 +354,12 @@ class Tracker(TorchFunctionMode):
             self._off = off
 
 
-def _placeholder_for(leaf: Any, device: torch.device) -> Any:
+def _stand_in(leaf: Any, tensors: Sequence[Tensor]) -> Any:
     """What a stage without the tensors of a call gets for a leaf of its result."""
     if isinstance(leaf, TensorSpec):
-        return Placeholder.of(leaf, device)
+        return Placeholder.of(leaf, tensors[0].device)
+    if isinstance(leaf, Passed):
+        return tensors[leaf.argument]
     return leaf.value if isinstance(leaf, Value) else leaf
 
 

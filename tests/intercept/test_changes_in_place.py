@@ -119,6 +119,11 @@ class TakesStorage(Takes):
         own.set_(h.untyped_storage(), 0, h.shape, h.stride())
 
 
+class Reshapes(Takes):
+    def take(self, own: Tensor, h: Tensor) -> None:
+        h.mul_(2).unsqueeze_(0)
+
+
 class Gives(Takes):
     def take(self, own: Tensor, h: Tensor) -> None:
         h.set_(own)
@@ -211,7 +216,11 @@ def test_equals_one_device(model: type[Net], run: dict[str, Any]) -> None:
     [
         (AliasChanged, "and another tensor shares its memory"),
         (Takes, "'set_' changes a tensor in place, with or for one that only another stage has"),
-        (TakesStorage, "'untyped_storage' asks for memory that only another stage has"),
+        (TakesStorage, "'untyped_storage' needs the value of a tensor that only another stage has"),
+        (
+            Reshapes,
+            "'unsqueeze_' needs the value of a tensor that only another stage has .* leaves of a tensor's shape",
+        ),
         (Gives, "'set_' changes a tensor in place"),
         (WritesInVmap, "'add_' changes a tensor in place"),
         (FunctionalNorm, "'batch_norm' changes 'mean' in place before this stage's layers"),

@@ -31,12 +31,12 @@ def test_results_are_placeholders(placeholder: Placeholder) -> None:
     assert shape_only(Tensor.add_, (placeholder, 1.0), {}) is placeholder
 
 
-def test_it_moves_to_another_device(placeholder: Placeholder) -> None:
-    assert shape_only(Tensor.cpu, (placeholder,), {}) is placeholder
-    elsewhere = shape_only(Tensor.cuda, (placeholder, 1), {})
-    assert (elsewhere.device, elsewhere.shape) == (torch.device("cuda", 1), placeholder.shape)
-    assert shape_only(Tensor.cuda, (placeholder,), {"device": "cuda:2"}).device == torch.device("cuda", 2)
-    assert shape_only(Tensor.cpu, (elsewhere,), {}).device.type == "cpu"
+def test_it_is_on_the_device_of_what_it_stands_for(placeholder: Placeholder) -> None:
+    zeros = shape_only(torch.zeros_like, (placeholder,), {"device": "cuda:1"})
+    assert (zeros.device, zeros.shape) == (torch.device("cuda", 1), placeholder.shape)
+    spec = TensorSpec((2,), torch.float64)
+    assert Placeholder.of(spec, zeros.device).device == zeros.device
+    assert Placeholder.of(spec._replace(device="cpu"), zeros.device).device.type == "cpu"
 
 
 @pytest.mark.parametrize("read", [torch.nonzero, Tensor.item, Tensor.tolist], ids=lambda read: read.__name__)
@@ -48,20 +48,3 @@ def test_values_cannot_be_read(placeholder: Placeholder, read: Callable[..., obj
 def test_a_real_tensor_must_not_change_by_it_unseen(placeholder: Placeholder) -> None:
     with pytest.raises(CutError, match="'add_' changes a tensor in place"):
         torch.ones(2, 3, dtype=torch.float64).add_(placeholder)
-
-
-def test_it_is_converted_as_by_the_name_of_a_type(placeholder: Placeholder) -> None:
-    converted = shape_only(Tensor.type, (placeholder, "torch.DoubleTensor"), {})
-    assert (converted.dtype, converted.device.type) == (torch.float64, "cpu")
-    assert shape_only(Tensor.type, (placeholder,), {"dtype": torch.int64}).dtype == torch.int64
-    assert shape_only(Tensor.type, (placeholder, placeholder.dtype), {}) is placeholder
-
-
-def test_it_goes_where_another_tensor_is(placeholder: Placeholder) -> None:
-    other = Placeholder((1,), None, torch.float64, torch.device("cuda", 1))
-    moved = shape_only(Tensor.to, (placeholder, other), {})
-    assert (moved.device, moved.dtype, moved.shape) == (other.device, torch.float64, placeholder.shape)
-
-
-def test_there_is_no_memory_to_keep_for_a_stream(placeholder: Placeholder) -> None:
-    assert shape_only(Tensor.record_stream, (placeholder, None), {}) is None

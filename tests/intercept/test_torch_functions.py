@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_pipe.intercept.call_record import LEAF
+from lightning_pipe.intercept.call_record import LEAF, Passed
 from lightning_pipe.intercept.torch_functions import (
     FACTORIES,
     RANDOM,
@@ -16,8 +16,8 @@ from lightning_pipe.intercept.torch_functions import (
     draws,
     function_name,
     leaves_of,
-    new_results,
     results_of,
+    results_told,
     unique,
     values_read,
 )
@@ -63,19 +63,20 @@ def test_what_draws_is_known() -> None:
 def test_numbers_that_are_read_are_kept_and_addresses_are_not() -> None:
     _, [value] = values_read("item", 3.5)  # type: ignore[misc]
     assert value.value == 3.5
-    assert values_read("data_ptr", 1234) is None
+    assert values_read("data_ptr", 1234) == (LEAF, (0,))
     assert values_read("sin", X) is None
 
 
-def test_results_that_are_new_are_described() -> None:
+def test_results_are_described() -> None:
     spec = TensorSpec.of(X)
-    assert new_results(X * 1, [X]) == (LEAF, (spec,))
-    _, leaves = new_results((X * 1, 3, Y * 1), [X, Y])  # type: ignore[misc]
+    assert results_told(X * 1, [X]) == (LEAF, (spec,))
+    _, leaves = results_told((X * 1, 3, Y * 1), [X, Y])  # type: ignore[misc]
     assert leaves == (spec, 3, spec)
-    assert new_results(X, [X]) is None
-    assert new_results((X * 1, Y), [X, Y]) is None
-    assert new_results(X.to("meta"), [X]) is None
-    assert new_results((X * 1, object()), [X]) is None
+    assert results_told(X, [X]) == (LEAF, (Passed(0),))
+    _, leaves = results_told((X * 1, Y), [X, Y])  # type: ignore[misc]
+    assert leaves == (spec, Passed(1))
+    assert results_told(X.to("meta"), [X]) == (LEAF, (TensorSpec.of(X, "meta"),))
+    assert results_told((X * 1, object()), [X]) is None
 
 
 def test_small_helpers() -> None:

@@ -230,8 +230,8 @@ class TurnTracker(Tracker):
             self.calls[-1] = self.calls[-1]._replace(drawn=after)
         return result
 
-    def _answer(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        result = super()._answer(name, func, args, kwargs)
+    def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        result = super()._answer(name, func, args, kwargs, tensors)
         if drawn := self.calls[-1].drawn:
             generators = self._all_generators(kwargs.get("generator"))
             for generator, state in zip(generators, drawn, strict=True):
