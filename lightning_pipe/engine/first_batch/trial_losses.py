@@ -27,6 +27,7 @@ from lightning_pipe.engine.batch import Batch, StepFunction
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.first_batch.trial_runs import NotRandom, leaving_no_trace, not_random, put_back
 from lightning_pipe.engine.stage import loss_of
+from lightning_pipe.engine.under_way import BoundaryKey
 from lightning_pipe.errors import CutError, RepeatedRunError
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.random_streams import RandomStreams
@@ -43,8 +44,8 @@ _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
 _LEAST, _TIMES = 1e-5, 30
 """Tensors differ that are further apart than this, relative to their norm, and than so many times rounding is."""
-_TAG = (1 << 29) - 2
-"""Beside that of ranks that take turns."""
+_Way = tuple[int, int]
+"""From a stage to a later one."""
 
 
 class TrialLosses(NamedTuple):
@@ -69,7 +70,6 @@ class TrialLosses(NamedTuple):
 class _Passed(NamedTuple):
     """What a run leaves between two stages: values, why it has failed, or behind the last one the loss."""
 
-    way: tuple[int, int]
     crossing: Crossing | None
     loss: Tensor | None
     apart: float
@@ -126,28 +126,29 @@ def trial_losses(
 
 
 def _run(
-    executor: Executor, mail: _Mail, batch: Batch, functions: NotRandom, apart: Callable[[_Passed], float]
+    executor: Executor, mail: _Mail, batch: Batch, functions: NotRandom, apart: Callable[[_Way, _Passed], float]
 ) -> _Passed | None:
     """Run a batch through the stages of this rank; returns what it ends with behind the last stage."""
     ended = None
     for stage, layers in enumerate(executor.stages.layers):
         if executor.placement[0, stage] != executor.rank:
             continue
-        came = [mail.receive((early, stage), executor.placement[0, early]) for early in executor.earlier[stage]]
+        earlier, placement = executor.earlier[stage], executor.placement
+        came = [mail.receive(BoundaryKey(0, early, 0, stage), placement[0, early]) for early in earlier]
         left = _computed(executor, stage, batch, came, functions)
-        left = [each._replace(apart=max(each.apart, apart(each))) for each in left]
+        left = {to: each._replace(apart=max(each.apart, apart((stage, to), each))) for to, each in left.items()}
         if layers.last:
-            (ended,) = left
+            ended = left[stage]
             continue
-        for passed in left:
-            mail.send(passed, executor.placement[0, passed.way[1]])
+        for to, passed in left.items():
+            mail.send(BoundaryKey(0, stage, 0, to), passed, placement[0, to])
     return ended
 
 
 def _computed(
     executor: Executor, stage: int, batch: Batch, came: Sequence[_Passed], functions: NotRandom
-) -> list[_Passed]:
-    """What a stage leaves for each later one, and the last one for nobody."""
+) -> dict[int, _Passed]:
+    """What a stage leaves for each later one, and the last one for itself."""
     reason = next((each.reason for each in came if each.reason), None)
     crossings: dict[int, Crossing] = {}
     loss, drew, apart = None, any(each.drew for each in came), max((each.apart for each in came), default=0.0)
@@ -170,7 +171,7 @@ def _computed(
         drew = drew or functions.drew or batch.streams.state() != before
     none = next(iter(crossings.values())).emptied() if crossings else None
     receivers = executor.later[stage] or [stage]
-    return [_Passed((stage, to), crossings.get(to, none), loss, apart, reason, drew) for to in receivers]
+    return {to: _Passed(crossings.get(to, none), loss, apart, reason, drew) for to in receivers}
 
 
 def _rounding(module: nn.Module, loss: Tensor, autocast: torch.dtype | None) -> float:
@@ -203,18 +204,18 @@ class _Comparison:
     """
 
     together: Mapping[int, Sequence[int]]
-    _left: dict[tuple[int, tuple[int, int]], dict[int, Tensor]] = field(default_factory=dict)
-    _noise: dict[tuple[tuple[int, int], int], float] = field(default_factory=dict)
+    _left: dict[tuple[int, _Way], dict[int, Tensor]] = field(default_factory=dict)
+    _noise: dict[tuple[_Way, int], float] = field(default_factory=dict)
 
-    def apart(self, run: int, passed: _Passed) -> float:
+    def apart(self, run: int, way: _Way, passed: _Passed) -> float:
         """How far tensors are from those of their samples, relative to their norm, if by more than rounding; else 0."""
         if passed.crossing is None:
             return 0.0
         if any(run in parts for parts in self.together.values()):
-            self._left[run, passed.way] = passed.crossing.detached().tensors
-        alone, most = [self._left.get((part, passed.way), {}) for part in self.together.get(run, ())], 0.0
+            self._left[run, way] = passed.crossing.detached().tensors
+        alone, most = [self._left.get((part, way), {}) for part in self.together.get(run, ())], 0.0
         for number, whole in passed.crossing.tensors.items() if alone else ():
-            key, distance = (passed.way, number), _distance(whole, [each[number] for each in alone if number in each])
+            key, distance = (way, number), _distance(whole, [each[number] for each in alone if number in each])
             if run == min(self.together):
                 self._noise[key] = distance
             elif max(_LEAST, _TIMES * self._noise.get(key, inf)) < distance < inf:
@@ -239,24 +240,23 @@ class _Mail:
     """Brings what runs leave to later stages, on this rank or another one."""
 
     transport: Transport
-    _arrived: dict[tuple[int, int], list[_Passed]] = field(default_factory=dict)
+    _here: dict[BoundaryKey, _Passed] = field(default_factory=dict)
     _sending: list[Work] = field(default_factory=list)
 
-    def send(self, passed: _Passed, rank: int) -> None:
+    def send(self, key: BoundaryKey, passed: _Passed, rank: int) -> None:
         """Start to send to a rank."""
         passed = passed._replace(crossing=passed.crossing and passed.crossing.detached())
         if rank == self.transport.rank:
-            self._arrived.setdefault(passed.way, []).append(passed)
+            self._here[key] = passed
         else:
-            self._sending.append(self.transport.send_object(passed, rank, _TAG))
+            self._sending.append(self.transport.send_object(passed, rank, key.tag(0)))
 
-    def receive(self, way: tuple[int, int], rank: int) -> _Passed:
-        """The next that comes on a way, from a rank; what comes before it on others is kept for these."""
-        while not self._arrived.get(way):
-            passed: _Passed = self.transport.receive_object(rank, _TAG)
-            passed = passed._replace(crossing=passed.crossing and passed.crossing.laid_out())
-            self._arrived.setdefault(passed.way, []).append(passed)
-        return self._arrived[way].pop(0)
+    def receive(self, key: BoundaryKey, rank: int) -> _Passed:
+        """What comes from a rank."""
+        if rank == self.transport.rank:
+            return self._here.pop(key)
+        passed: _Passed = self.transport.receive_object(rank, key.tag(0))
+        return passed._replace(crossing=passed.crossing and passed.crossing.laid_out())
 
     def wait(self) -> None:
         """Wait for all that is being sent."""
