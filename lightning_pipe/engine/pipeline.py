@@ -30,7 +30,7 @@ from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.parameters.buffer_sync import BufferSync
-from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, discard_all
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, discard_all, end_passes
 from lightning_pipe.parameters.gradient_groups import GradientGroups
 from lightning_pipe.schedules import Action, Family, forward_only, lower
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -347,6 +347,8 @@ class Pipeline(PartitionedModule):
             # What norms have noted of a failed batch must not count in the next one.
             discard_all(self.norms)
             raise
+        finally:
+            end_passes()
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
         if training and self.in_passes is not None:

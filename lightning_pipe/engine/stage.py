@@ -26,7 +26,7 @@ from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_sav
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
-from lightning_pipe.parameters.deferred_batchnorm import forward_pass
+from lightning_pipe.parameters.deferred_batchnorm import begin_pass
 from lightning_pipe.skip import SkipEvent, SkipKey
 
 Crossings = dict[int, Crossing]
@@ -206,8 +206,8 @@ class Stages:
         # Every run of a micro-batch draws the same numbers, on whichever stage and for whichever time.
         batch.streams.seed_user_code(micro_batch)
         run.tracker.digest.begin(inputs)
-        with forward_pass(stage):
-            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
+        begin_pass(stage)
+        result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats
         if run.layer_calls.ran:
             self.skipped[stage] = run.skips.events

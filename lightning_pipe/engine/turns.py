@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.turns.run import TurnRun
-from lightning_pipe.parameters.deferred_batchnorm import forward_pass
+from lightning_pipe.parameters.deferred_batchnorm import begin_pass
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.work import Work
 
@@ -63,8 +63,8 @@ class Turns:
         inputs = batch.slice(micro_batch)
         batch.streams.seed_user_code(micro_batch)
         run.tracker.digest.begin(inputs)
-        with forward_pass(0):
-            result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
+        begin_pass(0)
+        result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.streams.end_user_code()
         mail.wait()
         if mail.rank == last:

@@ -191,14 +191,14 @@ def _deferred(kind: type[BatchNorm]) -> type[DeferredBatchNorm]:
     return _DEFERRED.get(kind) or type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), body)
 
 
-@contextmanager
-def forward_pass(stage: int) -> Iterator[None]:
-    """Around one micro-batch on one stage: several calls of one norm inside are kept apart."""
+def begin_pass(stage: int) -> None:
+    """One micro-batch begins on one stage: several calls of one norm are kept apart until `end_passes`."""
     _run.stage, _run.calls = stage, {}
-    try:
-        yield
-    finally:
-        _run.stage, _run.calls = 0, None
+
+
+def end_passes() -> None:
+    """What calls norms now is no run of a step."""
+    _run.stage, _run.calls = 0, None
 
 
 def commit_shared(norms: Sequence[tuple[DeferredBatchNorm, tuple[int, ...]]], transport: Transport) -> None:
