@@ -189,7 +189,8 @@ class BoundaryExchange:
 
     def _arrived(self, key: BoundaryKey, transfer: Transfer, tensors: list[Tensor], words: Sequence[int]) -> Crossing:
         self.transfers[key], plan = transfer, transfer.plan
-        return Crossing(plan.path, dict(zip(plan.numbers, tensors, strict=True)), tuple(words)).laid_out()
+        arrived = zip(plan.numbers, plan.layout.specs, tensors, strict=True)
+        return Crossing(plan.path, {number: spec.lay_out(tensor) for number, spec, tensor in arrived}, tuple(words))
 
     # ------------------------------------------------------------------ backward
 

@@ -75,11 +75,13 @@ def fresh(micro_batch: Any) -> Any:
         {'x': tensor([0., 0.])}
     """
     with counting():
-        return map_leaves(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else _copy_object(leaf), micro_batch)
+        return map_leaves(_copy, micro_batch)
 
 
-def _copy_object(leaf: Any) -> Any:
-    """A copy of what is no tensor and may hold some, which the step may change, too. Iterators go on for all runs."""
+def _copy(leaf: Any) -> Any:
+    """A copy of a tensor, or of what may hold some, which the step may change, too. Iterators go on for all runs."""
+    if isinstance(leaf, Tensor):
+        return _copy_tensor(leaf)
     if hasattr(type(leaf), "__next__"):
         return leaf
     try:
@@ -91,7 +93,7 @@ def _copy_object(leaf: Any) -> Any:
         ) from error
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_tensor(tensor: Tensor) -> Tensor:
     if tensor.requires_grad and _trains(tensor):
         raise CutError(
             f"a tensor {tuple(tensor.shape)} of the batch is computed from parameters before the step, which every "
@@ -99,9 +101,9 @@ def _copy(tensor: Tensor) -> Tensor:
             hint="Compute it in the step, or detach() it.",
         )
     clone = tensor.detach().clone()  # the stages of one rank share no graph
-    if not clone.is_nested and clone.layout is torch.strided and clone.stride() != tensor.stride():
+    if clone.layout is torch.strided and not clone.is_nested and clone.stride() != tensor.stride():
         clone = TensorSpec.of(tensor).lay_out(clone)  # they decide whether contiguous() returns the tensor or a copy
-    return clone.requires_grad_(tensor.requires_grad)
+    return clone.requires_grad_() if tensor.requires_grad else clone
 
 
 def _trains(tensor: Tensor) -> bool:

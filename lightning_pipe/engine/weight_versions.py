@@ -51,7 +51,6 @@ class WeightVersions:
         self.peak_held = 1
         self._stash: dict[int, dict[nn.Parameter, Tensor]] = {}
         self._references: list[_Reference] = []
-        self._gradients: dict[nn.Parameter, Tensor] = {}
 
     @property
     def held(self) -> int:

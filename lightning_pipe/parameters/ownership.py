@@ -70,7 +70,6 @@ class Ownership:
         self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
         self._names: dict[int, tuple[Tensor, str]] = {}
-        self._ranks_of = {name: ranks for (name, _), ranks in zip(layers, layer_ranks, strict=True)}
         self._map = HolderMap(module, layers, layer_ranks, ranks, loss_ranks)
         if before is not None:
             self._map.inherit(before._map)
