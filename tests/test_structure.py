@@ -20,7 +20,7 @@ BUDGET = {
     "intercept": 7830,
     "trainer": 7730,
     "engine": 4370,
-    "schedules": 3400,
+    "schedules": 3310,
     "planning": 2470,
     "transport": 2200,
     "parameters": 2015,

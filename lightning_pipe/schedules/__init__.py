@@ -19,7 +19,6 @@ from lightning_pipe.schedules.families.zero_bubble import ZeroBubble
 from lightning_pipe.schedules.family import Family
 from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.schedules.passes.forward_only import forward_only
-from lightning_pipe.schedules.passes.list_scheduling import list_schedule
 from lightning_pipe.schedules.passes.lower import lower
 from lightning_pipe.schedules.passes.recompute import with_recompute
 from lightning_pipe.schedules.registry import get, names, register
@@ -62,7 +61,6 @@ __all__ = [
     "ZeroBubble",
     "forward_only",
     "get",
-    "list_schedule",
     "lower",
     "names",
     "read_csv",

@@ -8,10 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_pipe.schedules import Action, Kind, Schedule, list_schedule
+from lightning_pipe.schedules import Action, Kind, Schedule
 from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.simulate import Costs, simulate
 from tests.support.engine_runs import assert_same
+from tests.support.list_scheduling import list_schedule
 from tests.support.small_net import Scaled, batch
 
 

@@ -84,7 +84,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         ),
         "schedules/families/test_families",
     ),
-    "schedules/passes": {"list_scheduling": "schedules/passes/test_lower"},
     "sharding": {
         "mesh": "sharding/test_tensor_parallel",
         "roots": "sharding/test_refusals",

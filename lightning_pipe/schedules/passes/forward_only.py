@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_pipe.schedules.action import Action, Kind
+from lightning_pipe.schedules.dependencies import Result, remote_need, result_of
 from lightning_pipe.schedules.ir import Schedule
-from lightning_pipe.schedules.passes.list_scheduling import list_schedule
 
 
-def forward_only(schedule: Schedule, micro_batches: int, *, pipes: int | None = None) -> Schedule:
-    """Forward passes alone, on the placement of ``schedule``.
+def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Forward passes alone, on the placement of ``schedule``, spread in turn over its pipes.
+
+    All passes take one slot, and a rank takes the latest stage that is ready: what has come furthest leaves the
+    pipeline first, so that few boundary values are waiting.
 
     Args:
         schedule: the training schedule.
         micro_batches: number of micro-batches to evaluate, 1 or more; it may differ from the schedule's.
-        pipes: spread the micro-batches in turn over this many pipes; by default over all of them.
 
     Example:
         >>> from lightning_pipe.schedules import GPipe
@@ -23,14 +25,20 @@ def forward_only(schedule: Schedule, micro_batches: int, *, pipes: int | None = 
         >>> [" ".join(map(str, actions)) for actions in evaluation.actions]
         ['0F0 0F1 0F2', '1F0 1F1 1F2']
     """
-    pipes = schedule.pipes if pipes is None else pipes
-    forwards: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    # Later stages first: what has come furthest leaves the pipeline first, so that few boundary values are waiting.
+    left: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     for stage in reversed(range(schedule.stages)):
         for index in range(micro_batches):
-            action = Action(Kind.FORWARD, stage, index, index % pipes)
-            forwards[schedule.placement[action.pipe, stage]].append(action)
-    orders = list_schedule(forwards, schedule.stages, forward_only=True)
+            action = Action(Kind.FORWARD, stage, index, index % schedule.pipes)
+            left[schedule.placement[action.pipe, stage]].append(action)
+    orders: list[list[Action]] = [[] for _ in left]
+    done: set[Result | None] = {None}
+    while any(left):
+        slot = [next((action for action in own if remote_need(action, schedule.stages) in done), None) for own in left]
+        for rank, ready in enumerate(slot):
+            if ready is not None:
+                left[rank].remove(ready)
+                orders[rank].append(ready)
+                done.add(result_of(ready))
     result = replace(
         schedule,
         micro_batches=micro_batches,

@@ -9,12 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pipe import schedules
-from lightning_pipe.schedules import Action, Kind, OneFOneB, forward_only, lower
+from lightning_pipe.schedules import Action, Kind, OneFOneB, Schedule, forward_only, lower
 from lightning_pipe.schedules.action import COMPUTE, blocks
 from lightning_pipe.schedules.family import schedule_of
-from lightning_pipe.schedules.passes.list_scheduling import list_schedule
+from tests.support.list_scheduling import list_schedule
 from tests.support.rendezvous_sends import RECEIVES, SENDS, assert_mirrored, run
 from tests.support.schedule_sweep import training_schedules
+
+
+def pipes_of(schedule: Schedule) -> list[int]:
+    """The pipe of every micro-batch."""
+    return [each.pipe for order in schedule.actions for each in order if each.kind is Kind.FORWARD and not each.stage]
 
 
 @pytest.mark.parametrize("name", schedules.names())
@@ -36,7 +41,7 @@ def test_both_ends_agree_on_messages_that_skip_stages(name: str) -> None:
             assert_mirrored(lowered)
             assert any(action.other is not None for actions in lowered for action in actions) == any(
                 schedule.placement[pipe, early] != schedule.placement[pipe, late]
-                for pipe in map(schedule.pipe_of, range(schedule.micro_batches))
+                for pipe in pipes_of(schedule)
                 for early, late in skips
             )
 
@@ -49,7 +54,7 @@ def test_one_message_per_boundary_and_one_reduction_per_stage_are_inserted(name:
             counts = Counter(action.kind for actions in lowered for action in actions)
             boundaries = sum(
                 schedule.placement[pipe, stage] != schedule.placement[pipe, stage + 1]
-                for pipe in map(schedule.pipe_of, range(schedule.micro_batches))
+                for pipe in pipes_of(schedule)
                 for stage in range(schedule.stages - 1)
             )
             backward = not schedule.forward_only

@@ -14,7 +14,6 @@ def list_schedule(
     stages: int,
     *,
     limits: Sequence[int] | None = None,
-    forward_only: bool = False,
 ) -> list[list[Action]]:
     """Order actions by what can run first: a rank that is free takes a ready backward, else a ready forward.
 
@@ -23,7 +22,6 @@ def list_schedule(
         stages: number of stages.
         limits: for every rank how many stage-micro-batches it holds at most; exceeded only where nothing could go
             on otherwise.
-        forward_only: leave the backward actions out.
 
     Returns:
         For every rank its actions in an order that cannot deadlock.
@@ -36,15 +34,12 @@ def list_schedule(
         0F0 0F1 0B0 0B1
         1F0 1B0 1F1 1B1
     """
-    return _ListScheduler(forwards, stages, limits, forward_only).run()
+    return _ListScheduler(forwards, stages, limits).run()
 
 
 class _ListScheduler:
-    def __init__(
-        self, forwards: Sequence[Sequence[Action]], stages: int, limits: Sequence[int] | None, forward_only: bool
-    ) -> None:
+    def __init__(self, forwards: Sequence[Sequence[Action]], stages: int, limits: Sequence[int] | None) -> None:
         self.stages = stages
-        self.forward_only = forward_only
         self.limits = limits or [len(actions) for actions in forwards]
         self.placement: Placement = {
             (action.pipe, action.stage): rank for rank, actions in enumerate(forwards) for action in actions
@@ -77,7 +72,7 @@ class _ListScheduler:
     def _start(self, rank: int, now: Number, limit: int | None = None) -> bool:
         limit = self.limits[rank] if limit is None else limit
         for kind, queue in self.ready[rank].items():
-            if queue and (kind is Kind.BACKWARD or self.forward_only or self.held[rank] < limit):
+            if queue and (kind is Kind.BACKWARD or self.held[rank] < limit):
                 _, action = heappop(queue)
                 self.held[rank] += 1 if kind is Kind.FORWARD else -1
                 self.orders[rank].append(action)
@@ -96,8 +91,7 @@ class _ListScheduler:
     def _finish(self, action: Action) -> None:
         kind, last = action.kind, action.stage == self.stages - 1
         if kind is Kind.FORWARD and last:
-            if not self.forward_only:
-                self._make_ready(action._replace(kind=Kind.BACKWARD))
+            self._make_ready(action._replace(kind=Kind.BACKWARD))
         elif consumer_rank(action, self.stages, self.placement) is not None:
             self._make_ready(action._replace(stage=action.stage + (1 if kind is Kind.FORWARD else -1)))
 
