@@ -83,7 +83,8 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
 
     order = build(count)
     stream = None if order.synchronous else schedules.stream(family, ranks, stages)
-    equation = asked.equation(order.micro_batches if stream is None else stream.micro_batches)
+    number = order.micro_batches if stream is None else stream.micro_batches
+    equation = BatchEquation(asked.batch, number, asked.replicas, asked.accumulation)
     costs, memory, known = None, None, "that of weights, gradients and two optimizer moments in 32 bits"
     if profile is not None:
         copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
@@ -199,7 +200,7 @@ def with_activations(plan: Plan, topology: Topology, schedule: Schedule, memory:
         )
         held = max(peak(points).activations for points in memory_over_time(schedule, alone))
         stages.append(replace(one, bytes=one.bytes + round(held)))
-    most = rank_bytes(schedule, memory)
+    most = list(rank_bytes(schedule, memory))
     processes = [replace(one, step=round(most[topology.locate(one.process)[1]])) for one in plan.memory]
     return replace(plan, stages=tuple(stages), memory=tuple(processes))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from lightning_pipe.config import Auto, BatchEquation, RankOrder, Sharding, layout
+from lightning_pipe.config import Auto, RankOrder, Sharding, layout
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance
 from lightning_pipe.planning.cost_profile import CostProfile
@@ -136,14 +136,6 @@ class PlanOptions:
         return Topology.for_schedule(
             self.ranks, self.replicas, loss_rank, self.rank_order, node_size, self.tensor_parallel_size
         )
-
-    def equation(self, micro_batches: int) -> BatchEquation:
-        """How the batch is divided.
-
-        Args:
-            micro_batches: those of one batch.
-        """
-        return BatchEquation(self.batch, micro_batches, self.replicas, self.accumulation)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 from lightning_pipe.config import Sharding, divided
@@ -17,7 +18,8 @@ from lightning_pipe.planning.cost_profile import MOMENTS, CostProfile
 from lightning_pipe.planning.division import Factors, factors
 from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
+from lightning_pipe.simulate import Costs, Memory, peak, simulate
+from lightning_pipe.simulate.memory import held_by
 from lightning_pipe.text import several
 
 
@@ -142,10 +144,14 @@ class Predictor:
         layers = self.layers(one)
         return self._over_time(one, lambda schedule: self.costs(one, layers, schedule))
 
-    def peak(self, one: Configuration) -> float:
-        """The most bytes that a rank holds."""
-        layers = self.layers(one)
-        return max(self._along(one, lambda schedule: rank_bytes(schedule, self.memory(one, layers, schedule))))
+    def peak(self, one: Configuration, limit: float = inf) -> float:
+        """The most bytes that a rank holds; over the limit those of the first rank that holds more, found sooner."""
+        layers, most = self.layers(one), 0.0
+        for held in self._along(one, lambda schedule: rank_bytes(schedule, self.memory(one, layers, schedule))):
+            most = max(most, held)
+            if most > limit:
+                break
+        return most
 
     def predict(self, one: Configuration) -> Prediction:
         """Predict time and memory of one configuration."""
@@ -201,7 +207,7 @@ class Predictor:
 
     def _over_time(self, one: Configuration, costs: Callable[[Schedule], Costs]) -> float:
         if one.family.synchronous:
-            return self._along(one, lambda schedule: [_time(schedule, costs(schedule))])[0]
+            return next(self._along(one, lambda schedule: [_time(schedule, costs(schedule))]))
         # Without a flush: what one batch more takes, once ranks are filled.
         fill = -(-2 * one.ranks // one.micro_batches)
         few, more = (self.schedule(one, (fill + number) * one.micro_batches) for number in (1, 2))
@@ -215,14 +221,13 @@ class Predictor:
         few = one.micro_batches % period + 3 * period
         return few, few + period
 
-    def _along(self, one: Configuration, values: Callable[[Schedule], list[float]]) -> list[float]:
+    def _along(self, one: Configuration, values: Callable[[Schedule], Iterable[float]]) -> Iterator[float]:
         """Values that grow evenly with the micro-batches, once there are enough of them for the order to repeat."""
-        few, *more = self.numbers(one)
-        first = values(self.schedule(one, few))
-        if not more:
-            return first
-        times = (one.micro_batches - few) / (more[0] - few)
-        return [a + (b - a) * times for a, b in zip(first, values(self.schedule(one, more[0])), strict=True)]
+        numbers = self.numbers(one)
+        few, more = numbers[0], numbers[-1]
+        times = (one.micro_batches - few) / max(1, more - few)
+        for each in zip(*(values(self.schedule(one, number)) for number in numbers), strict=True):
+            yield each[0] + (each[-1] - each[0]) * times
 
     def _divided(self, stages: int, samples: int) -> tuple[int, ...]:
         at = self._at(samples)
@@ -374,9 +379,9 @@ def stage_memory(
     )
 
 
-def rank_bytes(schedule: Schedule, memory: Memory) -> list[float]:
+def rank_bytes(schedule: Schedule, memory: Memory) -> Iterator[float]:
     """The most that every rank holds: activations and gradients by the order of actions, and one message each way."""
-    alone = memory_over_time(schedule, memory)
-    stages = ([memory.at(stage) for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks))
-    messages = (max((each.messages + each.inputs for each in own), default=0) for own in stages)
-    return [float(peak(points).total + message) for points, message in zip(alone, messages, strict=True)]
+    for rank in range(schedule.ranks):
+        own = map(memory.at, schedule.stages_of(rank))
+        message = max((each.messages + each.inputs for each in own), default=0)
+        yield float(peak(held_by(rank, schedule, memory)).total + message)

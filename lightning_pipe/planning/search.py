@@ -163,7 +163,8 @@ class _Search:
                     if (order := self.order(one)) in known:
                         continue
                     known.add(order)
-                    needed = self.peak(one)
+                    # an error tells what the smallest needs: that of the last rung is whole
+                    needed = self.peak(one, inf if one is ladder[-1] else self.limit)
                 if needed <= self.limit:
                     simulated += 1
                     best = sorted([*best, (self.predictor.seconds(one), number, one)])[:shown]
@@ -202,12 +203,14 @@ class _Search:
 
     def fitting(self, one: Configuration) -> Configuration | None:
         """The first rung of its ladder that fits."""
-        fits = (each for each in self.ladder(one) if self.held(each) <= self.limit and self.peak(each) <= self.limit)
-        return next(fits, None)
+        for each in self.ladder(one):
+            if self.held(each) <= self.limit and self.peak(each, self.limit) <= self.limit:
+                return each
+        return None
 
-    def peak(self, one: Configuration) -> float:
-        """The most bytes that a rank holds; nobody asks where there is no limit."""
-        return 0.0 if self.limit == inf else self.predictor.peak(one)
+    def peak(self, one: Configuration, limit: float = inf) -> float:
+        """The most bytes that a rank holds, as of `Predictor.peak`; nobody asks where there is no limit."""
+        return 0.0 if self.limit == inf else self.predictor.peak(one, limit)
 
     def order(self, one: Configuration) -> object:
         """What tells runs apart: small variants of a family may be the same order, with sums at the same time."""
@@ -228,8 +231,10 @@ class _Search:
         """A time that the configuration takes at least: its ranks' work, and their waits at both ends of a batch.
 
         A stage is on as many ranks as the schedule has pipes, so the ranks' lowest stages are at least 0, 1, … in turn.
+        Behind its last pass a rank waits for one sum of gradients at least, and updates all of its stages.
         """
-        costs = stage_costs(self.predictor.profile, self.predictor.layers(one), one.samples, [1] * one.stages)
+        layers, copies = self.predictor.layers(one), [one.replicas * one.family.pipes] * one.stages
+        costs = stage_costs(self.predictor.profile, layers, one.samples, copies, one.shard_optimizer)
         there, whole, inputs, weights = costs.forward, costs.backward, costs.backward_input, costs.backward_weight
         back = [min(b, i + w) for b, i, w in zip(whole, inputs, weights, strict=True)]  # type: ignore[arg-type]
         # the last stage may keep what its backward pass takes at once
@@ -241,7 +246,9 @@ class _Search:
         ends = there if _halves(one.family) else [a + b for a, b in zip(there, back, strict=True)]  # type: ignore[arg-type]
         ways = list(accumulate(ends, initial=0.0))  # type: ignore[arg-type]
         waits = sum(ways[rank // one.family.pipes] for rank in range(one.ranks))
-        return float(work + waits) / one.ranks + self.predictor.profile.batch
+        updates = one.family.pipes * sum(costs.step)  # type: ignore[arg-type]
+        least = min(costs.reduce)  # type: ignore[arg-type]
+        return float(work + waits + updates) / one.ranks + least + self.predictor.profile.batch
 
     def nothing_fits(self, number: int, ruled_out: Sequence[tuple[float, Configuration]]) -> ConfigurationError:
         """The error if no configuration is left."""

@@ -289,7 +289,8 @@ def _stuck(schedule: Schedule, played: list[list[Timed]], waiting: dict[Result, 
     for (what, stage, micro_batch), rank in sorted(waiting.items(), key=lambda each: each[1]):
         done = len(played[rank])
         action = schedule.actions[rank][done]
-        holder = schedule.placement[schedule.pipe_of(micro_batch or 0), stage]
+        pipe = next(each.pipe for order in schedule.actions for each in order if each.micro_batch == micro_batch)
+        holder = schedule.placement[pipe, stage]
         waits.append(
             f"row {rank} cannot run {action} (action {done}): the {what} of micro-batch {micro_batch} "
             f"at stage {stage} has not been computed by row {holder}"

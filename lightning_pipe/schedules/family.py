@@ -153,20 +153,26 @@ class Family(ABC):
                 f"they run in the order for {whole}, cut short.",
                 stacklevel=2,
             )
+
+        def folded(number: int) -> list[list[Action]]:
+            return fold(family.orders(ranks, family.published(ranks, number)), coarse, stages or coarse)
+
         # Enough micro-batches for every pipe, so that the placement never depends on their number.
-        all_pipes = family.orders(ranks, family.published(ranks, max(micro_batches, family.pipes)))
-        orders = all_pipes if micro_batches >= family.pipes else family.orders(ranks, whole)
-        schedule = schedule_of(
-            family.name,
-            [
+        all_pipes = folded(max(micro_batches, family.pipes))
+        orders = all_pipes if micro_batches >= family.pipes else folded(micro_batches)
+        if whole != micro_batches:
+            orders = [
                 [
                     action
                     for block in blocks(order)
                     for action in joined(each for each in block if (each.micro_batch or 0) < micro_batches)
                 ]
-                for order in fold(orders, coarse, stages or coarse)
-            ],
-            placement=placement_of(fold(all_pipes, coarse, stages or coarse)),
+                for order in orders
+            ]
+        schedule = schedule_of(
+            family.name,
+            orders,
+            placement=placement_of(all_pipes),
             micro_batches=micro_batches,
             options=family.options(),
         )

@@ -6,11 +6,13 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from os import PathLike
 
-from lightning_pipe.schedules.action import Action, Kind, Placement, cells
+from lightning_pipe.schedules.action import Action, Placement, cells
 from lightning_pipe.schedules.check import check
-from lightning_pipe.schedules.dependencies import versions_after
+from lightning_pipe.schedules.dependencies import Timed, play, versions_after
 
 
 @dataclass(frozen=True)
@@ -65,24 +67,25 @@ class Schedule:
         return tuple(dict.fromkeys(self.placement[pipe, last] for pipe in range(self.pipes)))
 
     @cached_property
-    def _pipe_of(self) -> dict[int | None, int]:
-        forwards = (action for order in self.actions for action in order if action.kind is Kind.FORWARD)
-        return {action.micro_batch: action.pipe for action in forwards}
-
-    @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """For every rank the most versions of one stage's weights that it holds at once."""
         return tuple(
             max((held for _, held in versions_after(self, rank).values()), default=1) for rank in range(self.ranks)
         )
 
-    def pipe_of(self, micro_batch: int) -> int:
-        """The pipe a micro-batch takes."""
-        return self._pipe_of[micro_batch]
+    @cached_property
+    def _stages_of(self) -> dict[int, tuple[int, ...]]:
+        held = sorted({(rank, stage) for (_, stage), rank in self.placement.items()})
+        return {rank: tuple(stage for _, stage in own) for rank, own in groupby(held, itemgetter(0))}
+
+    @cached_property
+    def nominal(self) -> list[list[Timed]]:
+        """The actions of every rank at nominal times, which order messages and reductions."""
+        return play(self)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages whose weights a rank holds, ascending."""
-        return tuple(sorted({stage for (_, stage), holder in self.placement.items() if holder == rank}))
+        return self._stages_of.get(rank, ())
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold a copy of a stage, ascending: more than one in bidirectional schedules."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,15 +101,16 @@ def memory_over_time(schedule: Schedule, memory: Memory) -> tuple[tuple[Held, ..
         >>> [peak(rank).activations for rank in points]
         [20, 15, 10, 5]
     """
-    return tuple(tuple(_held(schedule, rank, memory)) for rank in range(schedule.ranks))
+    return tuple(tuple(held_by(rank, schedule, memory)) for rank in range(schedule.ranks))
 
 
-def peak(points: tuple[Held, ...]) -> Held:
+def peak(points: Iterable[Held]) -> Held:
     """The moment at which a rank holds most."""
     return max(points, key=lambda held: held.total)
 
 
-def _held(schedule: Schedule, rank: int, memory: Memory) -> Iterator[Held]:
+def held_by(rank: int, schedule: Schedule, memory: Memory) -> Iterator[Held]:
+    """`memory_over_time` of one rank."""
     order, versions = schedule.actions[rank], versions_after(schedule, rank)
     sizes = {stage: memory.at(stage) for stage in schedule.stages_of(rank)}
     recomputed = {action[1:4] for action in order if action.kind is Kind.RECOMPUTE}

@@ -69,9 +69,7 @@ def _ends(schedule: Schedule, costs: Costs, played: Sequence[Sequence[Timed]]) -
         for action, _, end in (entry for timed in played for entry in timed):
             if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 complete[action.stage] = max(end, complete.get(action.stage, end))
-        # The engine puts reductions off by the order that is fixed before a run: that of nominal times. One of the
-        # options alone looks at it.
-        late = put_off(schedule, play(schedule) if schedule.options.get("sync") == "eager_opt" else [])
+        late = put_off(schedule)
         for stage in reductions(late, complete):
             cost, holders = at_stage(costs.reduce, stage), schedule.holders(stage)
             if cost > 0:

@@ -57,7 +57,10 @@ def test_processes_are_divided_over_nodes() -> None:
 
 
 def test_batches_of_replicas_add_up() -> None:
-    assert PlanOptions(2, 8, replicas=3, accumulation=2).equation(4).micro_batches == 4
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    batch = plan(net, ranks=2, batch=8, replicas=3, accumulation=2).batch
+    assert batch is not None
+    assert batch.global_batch == 48
 
 
 def test_several_passes_are_planned_as_they_run() -> None:

@@ -16,7 +16,6 @@ def test_a_schedule_knows_its_placement() -> None:
     assert (schedule.pipes, schedule.stages, schedule.ranks) == (1, 6, 2)
     assert [schedule.stages_of(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
     assert schedule.placement[0, 3] == 1
-    assert schedule.pipe_of(2) == 0
     assert schedule.holders(4) == (0,)
     assert schedule.loss_ranks == (1,)
 

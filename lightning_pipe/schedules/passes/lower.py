@@ -14,7 +14,6 @@ from lightning_pipe.schedules.dependencies import (
     Result,
     Timed,
     in_one,
-    play,
     result_of,
 )
 from lightning_pipe.schedules.ir import Schedule
@@ -93,7 +92,7 @@ def lower(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Lowered:
         0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE
         1RECV_F0<0 1F0 1B0 1SEND_B0>0 1REDUCE
     """
-    played = play(schedule)
+    played = schedule.nominal
     before: list[Slots] = [[[] for _ in timed] for timed in played]
     after: list[Slots] = [[[] for _ in range(len(timed) + 1)] for timed in played]
     for lane in _lanes(schedule, played, skips):
@@ -175,13 +174,13 @@ def _place_lane(lane: list[_Message], before: list[Slots], after: list[Slots]) -
 
 def _place_reductions(schedule: Schedule, played: list[list[Timed]], after: list[Slots]) -> None:
     """One reduction per stage and holder, when the stage's gradients are complete there, in one order for all ranks."""
-    last = _last_gradients(played)
+    last = _last_gradients(schedule)
     complete: dict[int, Number] = {}
     for (rank, stage), index in last.items():
         end = played[rank][index - 1].end
         complete[stage] = max(end, complete.get(stage, end))
     slots = [0] * len(played)
-    late = put_off(schedule, played)
+    late = put_off(schedule)
     for stage in reductions(late, complete):
         for rank in schedule.holders(stage):
             # A rank that had no micro-batch of the stage takes part all the same: its copy must not fall behind.
@@ -189,13 +188,13 @@ def _place_reductions(schedule: Schedule, played: list[list[Timed]], after: list
             after[rank][slots[rank]].append((complete[stage], Action(Kind.REDUCE, stage, None)))
 
 
-def _last_gradients(played: list[list[Timed]]) -> dict[tuple[int, int], int]:
+def _last_gradients(schedule: Schedule) -> dict[tuple[int, int], int]:
     """For each rank and stage the number of the rank's actions up to the stage's last gradient."""
     return {
-        (rank, entry.action.stage): index + 1
-        for rank, timed in enumerate(played)
-        for index, entry in enumerate(timed)
-        if entry.action.kind in _WEIGHT_GRADIENT
+        (rank, action.stage): index + 1
+        for rank, order in enumerate(schedule.actions)
+        for index, action in enumerate(order)
+        if action.kind in _WEIGHT_GRADIENT
     }
 
 
@@ -209,21 +208,17 @@ def reductions(late: Container[int], complete: Mapping[int, Number]) -> list[int
     return [-negative for _, _, negative in sorted((stage in late, complete[stage], -stage) for stage in complete)]
 
 
-def put_off(schedule: Schedule, played: list[list[Timed]]) -> frozenset[int]:
-    """The stages whose reductions the schedule's option ``sync`` puts off to the end of the batch.
-
-    Args:
-        schedule: the schedule.
-        played: its actions at nominal times.
-    """
-    last = _last_gradients(played)
-    sync = schedule.options.get("sync", "eager")
-
-    def late(stage: int) -> bool:
-        hides = (_idle_after(played[rank], last.get((rank, stage), 0)) for rank in schedule.holders(stage))
-        return sync == "lazy" or (sync == "eager_opt" and not all(hides))
-
-    return frozenset(stage for stage in range(schedule.stages) if late(stage))
+def put_off(schedule: Schedule) -> frozenset[int]:
+    """The stages whose reductions the schedule's option ``sync`` puts off to the end of the batch."""
+    sync, stages = schedule.options.get("sync"), range(schedule.stages)
+    if sync != "eager_opt":
+        return frozenset(stages if sync == "lazy" else ())
+    last, played = _last_gradients(schedule), schedule.nominal
+    return frozenset(
+        stage
+        for stage in stages
+        if not all(_idle_after(played[rank], last.get((rank, stage), 0)) for rank in schedule.holders(stage))
+    )
 
 
 def _place_reductions_of_steps(played: list[list[Timed]], after: list[Slots]) -> None:
