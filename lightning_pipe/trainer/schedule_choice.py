@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.layer_sizes import estimated
 from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.planning.search import search, usual
-from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -78,7 +76,7 @@ def choose(
         in_parts: whether several processes divide parameters.
 
     Raises:
-        ConfigurationError: the layers are not there yet.
+        ConfigurationError: the layers are not there yet, or nothing fits.
     """
     try:
         sequence = find_layers(module, layers, ranks)
@@ -99,8 +97,7 @@ def choose(
     except ConfigurationError as error:
         source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
     number = MICRO_BATCHES_PER_RANK * ranks if micro_batches == "auto" else micro_batches
-    look = partial(
-        search,
+    found = search(
         profile,
         ranks,
         number * min(profile.sizes),
@@ -108,16 +105,8 @@ def choose(
         micro_batches=[number],
         families=usual(in_parts=in_parts),
         shown=2,
+        memory=limit,
     )
-    try:
-        found = look(memory=limit)
-    except ConfigurationError as error:
-        # A prediction that nothing fits is no reason not to try.
-        return replace(_choice(look(), source, "always"), reason=f"{error.message} By {source}")
-    return _choice(found, source, recompute)
-
-
-def _choice(found: SearchResult, source: str, recompute: Recompute) -> ScheduleChoice:
     own = found.best.configuration
     chosen = own.recompute if recompute == "never" else recompute
     return ScheduleChoice(own.family, f"{found.reason} By {source}", chosen, own.shard_optimizer)
