@@ -79,7 +79,7 @@ def resting(module: nn.Module) -> Pipeline | None:
 
 
 def gather(module: pl.LightningModule) -> None:
-    """Give every rank the whole module, and say what it costs. Collective over the pipeline.
+    """Give every rank the whole module. Collective over the pipeline.
 
     Args:
         module: the LightningModule.
@@ -87,10 +87,6 @@ def gather(module: pl.LightningModule) -> None:
     pipeline = resting(module)
     if pipeline is None:
         return
-    rank_zero_info(
-        f"Gathering {type(module).__name__}: {memory(size_of(module))} of host memory on each of "
-        f"{pipeline.transport.topology.world_size} processes."
-    )
     pipeline.restore()
     _let_export(module)
     forget(module)

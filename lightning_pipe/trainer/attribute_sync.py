@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.contents import Change
-from lightning_pipe.intercept.layer_state import in_several_pipes
 from lightning_pipe.intercept.module_state import Tracked, name_of, portable
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.step_hooks import StepHooks
@@ -73,18 +72,6 @@ class AttributeSync:
                 "loss alone.",
             )
         return changes
-
-    def check_pipes(self, before: Snapshot) -> None:
-        """A complete run, of which other ranks do not see what it has changed, must have changed nothing.
-
-        Args:
-            before: the attributes before it.
-
-        Raises:
-            CutError: it has.
-        """
-        for change in before.changes():
-            raise in_several_pipes(f"self.{name_of(change)}")
 
     def adopt(self, changes: Sequence[Sequence[Change]], before: Snapshot | None) -> None:
         """Make the changes of the ranks that complete the steps on this rank.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from lightning_pipe.planning.batch_norms import norms_note
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.make import assembled, label_of, predicted_bubble
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
-from lightning_pipe.schedules import Schedule
 from lightning_pipe.simulate import Costs
 
 
@@ -33,14 +31,10 @@ def peak_memory() -> tuple[int, int]:
     return host, device
 
 
-def _schedule_of(pipeline: Pipeline) -> Callable[[int], Schedule]:
-    """Makes the schedule of a training batch, with the stages of all passes, for a number of micro-batches."""
-    return (pipeline.in_passes or pipeline).schedule
-
-
 def _bubble(pipeline: Pipeline, costs: Costs | None, micro_batches: int) -> float:
     stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
-    return predicted_bubble(_schedule_of(pipeline), micro_batches, stream, costs)
+    # of a training batch, with the stages of all passes
+    return predicted_bubble((pipeline.in_passes or pipeline).schedule, micro_batches, stream, costs)
 
 
 @dataclass

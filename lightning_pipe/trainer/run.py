@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
@@ -27,7 +26,6 @@ from lightning_pipe.engine.undivided import look
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams, mix
-from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
 from lightning_pipe.planning.profile_store import ProfileStore
@@ -42,7 +40,6 @@ from lightning_pipe.trainer.layer_costs import measured
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
-from lightning_pipe.trainer.whole_model.logging import moved_once
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
 from lightning_pipe.trainer.world import World
@@ -107,20 +104,13 @@ class PipelineRun:
         self._evaluations: Evaluations | None = None
         self._changed = ExitStack()
 
-    @property
-    def _precision(self) -> Precision:
-        trainer: Any = self._module.trainer
-        plugin: Precision = trainer.precision_plugin
-        return plugin
-
     # ------------------------------------------------------------------ beginning and end
 
     def begin(self) -> None:
         """Take over what must not stay changed when the run is over."""
         trainer: Any = self._module.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._changed.enter_context(deciding_together(self._precision, self.pipeline))
-        self._changed.enter_context(moved_once())
+        self._changed.enter_context(deciding_together(trainer.precision_plugin, self.pipeline))
         if fitting:
             self._changed.enter_context(self.loaders.order.kept())
             self._changed.callback(self.gradients.end)
@@ -141,13 +131,13 @@ class PipelineRun:
         steps = EvaluationSteps(self.pipeline, self._step, self._seeds[_EVALUATION], self._splitter.options)
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())
-        if fitting:
-            stop = partial(self._stop_together, trainer, trainer.fit_loop.epoch_loop.on_advance_end)
-            self._changed.enter_context(replaced(trainer.fit_loop.epoch_loop, "on_advance_end", stop, gated=False))
         if fitting and self.pipeline.asynchronous is not None:
             self.streaming = Streaming(self._module, self.pipeline, self._world, self._step, self.gradients)
             self.streaming.begin()
             self._changed.callback(self.streaming.end)
+        if fitting:  # before what is in flight is drained
+            stop = partial(self._stop_together, trainer, trainer.fit_loop.epoch_loop.on_advance_end)
+            self._changed.enter_context(replaced(trainer.fit_loop.epoch_loop, "on_advance_end", stop, gated=False))
         if self._world.layout.world_size > 1:
             self._meet_before_dumps(trainer)
 
@@ -229,14 +219,20 @@ class PipelineRun:
             optimizers: those whose gradients are collected.
         """
         batch, *rest = args
-        scale = loss_scale(self._precision)  # once: a look at it waits for the device
+        trainer: Any = self._module.trainer
+        scale = loss_scale(trainer.precision_plugin)  # once: a look at it waits for the device
         step, weights, seed = self._split(batch, rest, scale)
         with naming_suspects(batch, step.micro_batches):
             if self.streaming is not None:
                 return self.streaming.train(step, weights, seed)
             self.gradients.free_old(optimizers)
+            assert self._step is not None
+            parts, reduce = step.micro_batches, self.gradients.reduced_at_once
+            profiles, self._profiles = self._profiles, None  # of the first batch
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
-                outputs, before = self._run(step, weights, seed)
+                with self._step.running() as before, measured(self.pipeline, profiles, parts):
+                    cut = Cut(parts.sizes, parts.together)
+                    outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
                 # report what the last stage has made of the batch, and apply it on all ranks
                 outputs = step.share(outputs, before)
         self.gradients.after_batch(optimizers)
@@ -271,16 +267,6 @@ class PipelineRun:
         if decided is parts:
             self._step.checks.tell(verdicts, summed=parts.summed)
         return decided
-
-    def _run(self, step: StepOfBatch, weights: list[float], seed: int) -> tuple[dict[int, Any], Snapshot | None]:
-        """What the step returns on this rank, and the attributes before it."""
-        assert self._step is not None
-        parts, reduce = step.micro_batches, self.gradients.reduced_at_once
-        profiles, self._profiles = self._profiles, None  # of the first batch
-        with self._step.running() as before, measured(self.pipeline, profiles, parts):
-            cut = Cut(parts.sizes, parts.together)
-            outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
-        return outputs, before
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """An evaluation step, once over the whole batch.

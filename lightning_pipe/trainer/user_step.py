@@ -18,6 +18,8 @@ from lightning_pipe.engine.withheld_gradients import WithheldGradients
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.digest import GivenOtherValuesError
+from lightning_pipe.intercept.layer_state import in_several_pipes
+from lightning_pipe.intercept.module_state import name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.trainer.attribute_sync import AttributeSync
@@ -151,9 +153,9 @@ class UserStep:
         again = is_recomputing()
         # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
         complete = not (self.pipeline.ends_early or self._may_repeat or again)
-        pipes = micro_batches > 1 and self.pipeline.family.pipes > 1 and not again
+        pipes = micro_batches > 1 and self.attributes.several and not again
         noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
-        watched = again or self._may_repeat or (pipes and self.attributes.several)
+        watched = again or self._may_repeat or pipes
         taking = untouched(self.attributes.tracked) if watched else nullcontext()
         if complete:
             with noting_hooks, taking:
@@ -168,8 +170,8 @@ class UserStep:
                 yield
                 complete = not again
             finally:
-                if complete and pipes and self.attributes.several:
-                    self.attributes.check_pipes(kept)
+                for change in kept.changes() if complete and pipes else ():  # which other ranks do not see
+                    raise in_several_pipes(f"self.{name_of(change)}")
                 if not complete:
                     # the next micro-batch, and the complete run on another rank, begin with what was there before
                     # (a recomputation is put back once more around it, and its graph holds the tensors of now)
@@ -207,15 +209,6 @@ class UserStep:
         if training:
             trainer.strategy.processes.signals.told = told
 
-    def take_turns(self, name: str) -> None:
-        """Let the ranks take turns in an evaluation step from now on, and say so."""
-        self.in_turns.add(name)
-        self._warn(
-            f"{name} in turns",
-            f"`{name}` comes back to layers that it has called: its batches run one after the other, and one rank "
-            "computes at a time.",
-        )
-
     def warn_of_list(self, place: str) -> None:
         """Warn about an output that hooks get as a list."""
         self._warn(
@@ -247,7 +240,7 @@ class StepOfBatch:
         ranks: those that complete it; ``None``: all with the last stage.
 
     Attributes:
-        micro_batches: as given.
+        micro_batches, ranks: as given.
         repeats: whether the step has to run in another way: it has come back to an earlier stage, say.
         dropped: whether nothing counts any more that it does: its batch runs again.
     """
@@ -263,7 +256,7 @@ class StepOfBatch:
         ranks: Sequence[int] | None = None,
     ) -> None:
         self.micro_batches = micro_batches
-        self._ranks = user_step.pipeline.loss_ranks if ranks is None else ranks
+        self.ranks = user_step.pipeline.loss_ranks if ranks is None else ranks
         self._user_step = user_step
         trainer: Any = user_step.module.trainer
         self._method, self._rest = getattr(user_step.module, name), rest
@@ -325,11 +318,11 @@ class StepOfBatch:
         """
         common = self._user_step
         report = None
-        if common.pipeline.transport.rank in self._ranks:
+        if common.pipeline.transport.rank in self.ranks:
             report = StepReport({}, [], [], [], repeats=True)
             if not repeats:
-                report = self.report(outputs, common.attributes.changes(before, self._ranks))
-        reports = common.exchange(report, self._ranks, send_outputs=send_outputs)
+                report = self.report(outputs, common.attributes.changes(before, self.ranks))
+        reports = common.exchange(report, self.ranks, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}

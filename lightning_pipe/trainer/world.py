@@ -182,11 +182,10 @@ class World:
         with self.transport.guarding("gather a value from the replicas"):
             return all_gather_over(tensor, group=group, sync_grads=sync_grads)
 
-    def agree(self, decision: bool, *, unanimous: bool, members: tuple[int, ...] | None = None) -> bool:
-        """Whether all processes, or those of a group, or any of them, say yes."""
-        if members is None:
-            # in a step only the ranks of the same stage are sure to ask
-            members = self.replica_members if self.local else self.everyone
+    def agree(self, decision: bool, *, unanimous: bool) -> bool:
+        """Whether all processes, or any of them, say yes."""
+        # in a step only the ranks of the same stage are sure to ask
+        members = self.replica_members if self.local else self.everyone
         return self.any_of([decision != unanimous], members)[0] != unanimous
 
     def any_counterpart(self, flags: list[bool]) -> list[bool]:

@@ -234,8 +234,6 @@ class Streaming:
 
     def drain(self) -> None:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
-        if self._trainer.should_stop:
-            self._trainer.strategy.processes.stop()
         with self._drained():
             self._loop.log_pending()
             calls = self._pipeline.drain()

@@ -175,9 +175,7 @@ class BatchSplitter:
         """Norms that wait for the other replicas would do so for ever if these had fewer micro-batches."""
         if not self._synchronized:
             return
-        replicas = self._world.layout.data_parallel_size
-        equal = self._world.transport.sum_over_replicas(micro_batches) == micro_batches * replicas
-        if not self._world.agree(equal, unanimous=True, members=self._world.replica_members):
+        if len({*self._world.transport.all_gather_object(micro_batches, self._world.replica_members)}) > 1:
             raise ConfigurationError(
                 f"Synchronized batch norm needs equally many micro-batches on all replicas; this one has "
                 f"{micro_batches}, others have more or fewer.",

@@ -55,17 +55,10 @@ class Loaders:
         share = partial(self.channel.share, source=source, purpose=BATCHES)
         shared = SharedDataLoader(loader, transport, source, share)
         # Lightning repeats no sample in a prediction, so lengths differ there, and nothing waits for other replicas
-        if not self._trainer.predicting and not self._have_equal_length(sized_len(shared)):
-            shared.compare_with(self._compare_replicas)
+        if layout.data_parallel_size > 1 and not self._trainer.predicting:
+            lengths = {*transport.all_gather_object(sized_len(shared), self._world.replica_members)}
+            shared.compare = self._compare_replicas if None in lengths or len(lengths) > 1 else None
         return shared
-
-    def _have_equal_length(self, length: int | None) -> bool:
-        """Whether the data of all replicas is known to be equally long."""
-        replicas, members = self._world.layout.data_parallel_size, self._world.replica_members
-        if replicas == 1:
-            return True
-        equal = self._world.transport.sum_over_replicas(length or 0) == replicas * (length or 0)
-        return self._world.agree(equal and length is not None, unanimous=True, members=members)
 
     def _compare_replicas(self, batches: int, ended: bool) -> None:
         """Raise if the data of some replicas has ended and that of others has not: these would wait for ever."""

@@ -26,7 +26,7 @@ from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.torch_internals import tree_map
 from lightning_pipe.transport.base import Transport
 
-_OWN = frozenset({"loader", "_transport", "_source", "_share", "_length", "_compare"})
+_OWN = frozenset({"loader", "_transport", "_source", "_share", "_length", "compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
 _END = object()
@@ -43,28 +43,20 @@ class SharedDataLoader:
         transport: this process's transport.
         source: the process that loads.
         share: sends an object from the source to all ranks of the pipeline.
+
+    Attributes:
+        compare: compares with the other replicas after every batch, whose loaders must not end earlier or later: called
+            with the number of batches so far, and whether the loader has ended; ``None``: nothing is to be compared.
     """
+
+    compare: Callable[[int, bool], None] | None = None
 
     def __init__(self, loader: Any, transport: Transport, source: int, share: Callable[[Any], Any]) -> None:
         vars(self).update(loader=loader, _transport=transport, _source=source, _share=share)
-        vars(self)["_compare"] = None
         vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
         # Lightning saves the loaders that have these methods by a Protocol, which does not ask __getattr__ from Python
         # 3.12 on.
         vars(self).update({name: getattr(loader, name) for name in _STATEFUL if hasattr(loader, name)})
-
-    def compare_with(self, compare: Callable[[int, bool], None]) -> None:
-        """Compare with the other replicas after every batch: their loaders must not end earlier or later.
-
-        Args:
-            compare: called with the number of batches so far, and whether the loader has ended.
-        """
-        vars(self)["_compare"] = compare
-
-    @property
-    def compares(self) -> bool:
-        """Whether it compares with the other replicas after every batch."""
-        return self._compare is not None
 
     @property
     def loads(self) -> bool:
@@ -81,7 +73,7 @@ class SharedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._load() if self.loads else self._follow()
-        return batches if self._compare is None else self._compared(batches)
+        return batches if self.compare is None else self._compared(batches, self.compare)
 
     def _load(self) -> Iterator[Any]:
         """Iterate the loader, and send its batches."""
@@ -145,12 +137,12 @@ class SharedDataLoader:
         _set_random_states(states)
         return what, content, indices
 
-    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _compared(self, batches: Iterator[Any], compare: Callable[[int, bool], None]) -> Iterator[Any]:
         number = 0
         for number, batch in enumerate(batches, start=1):
-            self._compare(number, False)
+            compare(number, False)
             yield batch
-        self._compare(number, True)
+        compare(number, True)
 
     def __len__(self) -> int:
         if self._length is None:

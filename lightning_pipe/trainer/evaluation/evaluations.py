@@ -8,13 +8,18 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.intercept.module_state import is_torchs
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.evaluation.conditions import batches_wait
+from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream
 from lightning_pipe.trainer.world import World
+
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Evaluations:
@@ -83,9 +88,37 @@ class Evaluations:
         if not self._may_stream:
             return
         # a callback may exist on some ranks alone
-        if not self._world.agree(batches_wait(self._module, self._steps, loop, name), unanimous=False):
+        if not self._world.agree(self._must_wait(loop, name), unanimous=False):
             self._stream = EvaluationStream(self._module, self._steps, self._world, loop, name)
             self._stream.begin()
+
+    def _must_wait(self, loop: Any, name: str) -> bool:
+        """Whether each batch must have passed all ranks before the next one begins."""
+        pipeline, loaders = self._steps.pipeline, loop._combined_loader.flattened
+        replicas = pipeline.transport.topology.replicas > 1
+        return (
+            name in self._steps.waiting
+            or name in self._steps.user_step.in_turns
+            # it may change what the steps of later batches use, such as weights
+            or self._has_hooks_between(name)
+            # the replicas' loaders may differ in length
+            or (replicas and any(isinstance(loader, SharedDataLoader) and loader.compare for loader in loaders))
+            # replicas update statistics together; two stages of a rank may update those of one norm
+            or ((replicas or not pipeline.linear) and any(norm.training for norm in pipeline.norms))
+            or _share_modules(pipeline)
+        )
+
+    def _has_hooks_between(self, name: str) -> bool:
+        """Whether a hook is called for every batch that is not Lightning's own."""
+        trainer: Any = self._module.trainer
+        stage = name.removesuffix("_step")
+        hooks = (f"on_{stage}_batch_start", f"on_{stage}_batch_end")
+        found = (getattr(owner, hook) for hook in hooks for owner in (self._module, *trainer.callbacks))
+        # Lightning's own look at the batch and the Trainer alone
+        if any(not str(getattr(hook, "__module__", "")).startswith("lightning.pytorch.") for hook in found):
+            return True
+        owners = [owner for owner in (self._module, trainer.datamodule) if owner is not None]
+        return any(is_overridden(hook, owner) for hook in _TRANSFERS for owner in owners)
 
     def _end(self, method: Callable[..., Any]) -> Any:
         """In the place of ``on_run_end``. Collective over all processes."""
@@ -101,3 +134,15 @@ class Evaluations:
         if stream is not None:
             stream.close()
             self._steps.pipeline.executor.abandon()
+
+
+def _share_modules(pipeline: Pipeline) -> bool:
+    """Whether a late stage of a rank may run a module for a batch when an early one has run it for later batches."""
+    users: dict[tuple[int, int], int] = {}
+    for stage, span in enumerate(pipeline.stage_layers):
+        for part in (part for number in span for part in pipeline.layers[number][1].modules()):
+            key = (pipeline.placement[0, stage], id(part))
+            # those of torch do not change in evaluation mode
+            if not is_torchs(type(part)) and users.setdefault(key, stage) != stage:
+                return True
+    return False

@@ -25,7 +25,6 @@ class RunStep:
         name: the method of the LightningModule.
         args: its arguments.
         seed: of the batch's random streams.
-        ranks: those that complete it.
         outputs: what the pipeline returned on this rank.
         before: the attributes before it, from `UserStep.running`.
         repeats: whether it has ended here since it has to run in turns.
@@ -37,7 +36,6 @@ class RunStep:
     name: str
     args: Sequence[Any]
     seed: int
-    ranks: Sequence[int]
     outputs: dict[int, Any] = field(default_factory=dict)
     before: Snapshot | None = None
     repeats: bool = False
@@ -81,14 +79,14 @@ class EvaluationSteps:
         # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
         ranks = self.pipeline.loss_ranks[: len(parts.parts)]
         step = StepOfBatch(self.user_step, name, rest, parts, ranks)
-        return RunStep(step, name, args, seed, ranks)
+        return RunStep(step, name, args, seed)
 
     def run(self, run: RunStep) -> None:
         """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
         turns, parts = run.name in self.user_step.in_turns, run.step.micro_batches.parts
         with (
             nullcontext() if turns else self._remembering(run),
-            self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.ranks) as run.before,
+            self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.step.ranks) as run.before,
         ):
             run.outputs = self.pipeline.evaluate(run.step, parts, seed=run.seed, turns=turns, again=run.again)
         run.repeats = self.pipeline.turns.needed
@@ -101,7 +99,7 @@ class EvaluationSteps:
             stage: the stage, of this rank.
             perform: runs it.
         """
-        ranks = run.ranks if stage == len(self.pipeline.balance) - 1 else ()
+        ranks = run.step.ranks if stage == len(self.pipeline.balance) - 1 else ()
         with self._remembering(run), self.user_step.running(may_repeat=True, ranks=ranks) as run.before:
             perform()
 
@@ -146,7 +144,7 @@ class EvaluationSteps:
         outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs, repeats=run.repeats)
         while run.step.repeats:
             if leave is None:
-                self.user_step.take_turns(run.name)
+                self.user_step.in_turns.add(run.name)
             else:
                 leave()
                 self.waiting.add(run.name)

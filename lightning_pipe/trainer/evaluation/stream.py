@@ -135,7 +135,7 @@ class EvaluationStream:
         elif self._completes:
             self._run_to(self._slot)
             if self._replicas_wait:
-                run.repeats = self._world.agree(run.repeats, unanimous=False, members=self._world.replica_members)
+                [run.repeats] = self._world.any_of([run.repeats], self._world.replica_members)
         leave = None if self._waits else self._leave
         output = self._steps.share(run, send_outputs=self._outputs_are_kept, leave=leave)
         current.run = None

@@ -151,7 +151,7 @@ class Log:
                 )
             _log(module, name, value, *args, **options)
 
-        with replaced(pl.LightningModule, "log", log):
+        with replaced(pl.LightningModule, "log", log), replaced(ResultMetric, "to", _move, gated=False):
             yield
 
     @contextmanager
@@ -224,20 +224,14 @@ class Log:
         self._current[LogKey(owner, name, occurrence)] = LogEntry(kept, metric, options, origin)
 
 
-@contextmanager
-def moved_once() -> Iterator[None]:
-    """Around a run: a logged value whose sum is on the device is not brought there again.
+def _move(metric: Any, *args: Any, **options: Any) -> Any:
+    """In the place of the method ``to``: a logged value whose sum is on the device is not brought there again.
 
     Lightning does so for every value of every batch, and copies all that it keeps beside the sum: two thirds of what
     ``self.log`` costs (Lightning 2.6). Each rank of a pipeline logs for itself, while the others wait for it.
     """
-
-    def to(metric: Any, *args: Any, **options: Any) -> Any:
-        here = metric.is_tensor and not options and args == (metric.value.device,)
-        return metric if here else _to(metric, *args, **options)
-
-    with replaced(ResultMetric, "to", to, gated=False):
-        yield
+    here = metric.is_tensor and not options and args == (metric.value.device,)
+    return metric if here else _to(metric, *args, **options)
 
 
 def merge(logged: Logged, samples: Sequence[float], losses: Mapping[int, float] | None = None) -> list[Merged]:

@@ -13,7 +13,7 @@ import torchmetrics
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, moved_once
+from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge
 
 
 class Module(L.LightningModule):
@@ -159,14 +159,14 @@ def test_what_is_on_the_device_is_not_brought_there_again() -> None:
 
     first = log(value)
     assert log(value) is not first
-    with moved_once():
+    with Log(Module(), {}).installed():
         kept = log(value)
         assert log(value) is kept
         # to another device all of it goes as ever
         results["training_step.loss"].to(torch.device("meta"))
         assert results["training_step.loss"].value.device.type == "meta"
     results = _ResultCollection(training=True)
-    with moved_once():
+    with Log(Module(), {}).installed():
         log(torch.tensor(2.0))
         log(torch.tensor(4.0))
     assert results.metrics(on_step=False)["log"]["loss"] == 3
