@@ -40,7 +40,7 @@ _AFTER_FAILURE, _AFTER_SUCCESS = 3.0, 30.0
 class ScriptLauncher(SubprocessLauncher):
     """Runs this script again for every other process of the node."""
 
-    _failed = False
+    _failed = False  # the last run of this process, whichever launcher it had
 
     @property
     @override
@@ -54,11 +54,11 @@ class ScriptLauncher(SubprocessLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
         set_threads(num_processes=self.num_processes)
-        self._failed = True  # until it has come to its end
+        ScriptLauncher._failed = True  # until it has come to its end
         with leaving_with_others(trainer):
             result = function(*args, **kwargs)
             trainer.strategy.processes.finish()
-        self._failed = False
+        ScriptLauncher._failed = False
         return result
 
     @override
@@ -72,10 +72,12 @@ class ScriptLauncher(SubprocessLauncher):
         finally:
             del os.environ[CHILD]
         threading.Thread(target=observe, args=(self.procs,), daemon=True).start()
-        atexit.register(self._end_with_others)
+        atexit.register(self._end_with_others, os.getpid())
 
-    def _end_with_others(self) -> None:
+    def _end_with_others(self, owner: int) -> None:
         """At the end of this process: the others tell their errors, and finish what the script has behind the run."""
+        if os.getpid() != owner:  # this is a copy of the process, which has started none
+            return
         failed = self._failed or hasattr(sys, "last_value")  # the error that has ended this process
         end_all(self.procs, _AFTER_FAILURE if failed else _AFTER_SUCCESS)
         if not failed and (lost := _lost(self.procs)):

@@ -113,9 +113,12 @@ def test_another_process_that_fails_after_the_run_makes_this_one_fail(
     code: int, expected: list[int], left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.setattr(ScriptLauncher, "_failed", False)
     starts = ScriptLauncher(LightningEnvironment(), 2, 1)
     starts.procs = [started(f"raise SystemExit({code})")]
-    starts._end_with_others()
+    starts._end_with_others(0)
+    assert left == []
+    starts._end_with_others(os.getpid())
     assert left == expected
 
 
