@@ -117,16 +117,10 @@ def check_automatic(passes: int, stages: int | str, balance: Balance) -> None:
     Raises:
         ConfigurationError: names the option, and what to do.
     """
-    if passes > 1:
-        raise ConfigurationError('schedule="auto" chooses for one pass.', hint='Use "gpipe", "1f1b", "interleaved".')
-    if stages != "auto":
+    if passes > 1 or stages != "auto" or (isinstance(balance, Sequence) and not isinstance(balance, str)):
         raise ConfigurationError(
-            f'schedule="auto" chooses the stages as well, got stages={stages}.', hint="Leave out one of the two."
-        )
-    if isinstance(balance, Sequence) and not isinstance(balance, str):
-        raise ConfigurationError(
-            f'schedule="auto" chooses the number of stages as well, got balance={list(balance)}.',
-            hint='Name a schedule, such as "1f1b", or leave balance out.',
+            f'schedule="auto" chooses the stages of one pass, got stages={stages}, passes={passes}, balance={balance}.',
+            hint='Leave them out, or name a schedule, such as "1f1b".',
         )
 
 

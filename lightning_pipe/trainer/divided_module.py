@@ -106,18 +106,13 @@ class DividedModule:
             self.divide(later=False)
         elif self._known != (known := names_of(self._module, self._options.layers)):
             # `setup` or `configure_model` has added modules outside the layers, or compiled a container of layers
-            same = known[1] == self._known[1]
-            self.divide(later=False, before=self._kept(self.run.pipeline, same=same))
+            pipeline, others = self.run.pipeline, known[1] != self._known[1]
+            DeferredBatchNorm.revert(self._module)
+            if others and not pipeline.whole:
+                pipeline.restore()
+            self.divide(later=False, before=None if others or pipeline.whole else pipeline)
         assert self.run is not None
         return self.run
-
-    def _kept(self, pipeline: Pipeline, *, same: bool) -> Pipeline | None:
-        """The division to go on with; with other layers than before the module is whole again. Collective."""
-        DeferredBatchNorm.revert(self._module)
-        if pipeline.whole or same:
-            return None if pipeline.whole else pipeline
-        pipeline.restore()
-        return None
 
     def divide(self, *, later: bool, before: Pipeline | None = None) -> None:
         """Divide the layers over the ranks.

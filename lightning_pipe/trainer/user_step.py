@@ -96,7 +96,6 @@ class UserStep:
         attributes: what steps change in the LightningModule.
         summed: whether the losses of micro-batches are added.
         channel: as given.
-        in_turns: the evaluation steps in which the ranks take turns, because they call layers again.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class UserStep:
         self.attributes = AttributeSync(module, pipeline)
         self.summed = loss_weight == "sum"
         self._world, self.channel = world, channel
-        self.in_turns, self._may_repeat = set[str](), False
+        self._may_repeat = False
         self._warn = WarnOnce()
 
     @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,8 @@ _PIECE = 16 << 20
 _PREFIXES = ("module.", "_orig_mod.")
 
 
-class Entry(NamedTuple):
-    """What a rank contributes to a checkpoint.
-
-    Args:
-        paths: where it stands: tied weights have several names and one value.
-        value: a tensor, or the state that an optimizer keeps of one parameter, in host memory.
-    """
-
-    paths: list[Path]
-    value: Any
+Entry = tuple[list[Path], Any]
+"""What a rank contributes to a checkpoint: its places (tied weights have several) and a value in host memory."""
 
 
 class Owners:
@@ -85,7 +77,7 @@ class Owners:
             if owner == rank:
                 key = _memory(value) if isinstance(value, Tensor) else path
                 found.setdefault(key, ([], value))[0].append(path)
-        return [Entry(paths, replace_tensors(value, _on_host)) for paths, value in found.values()]
+        return [(paths, replace_tensors(value, _on_host)) for paths, value in found.values()]
 
     def _walk(self, checkpoint: Mapping[str, Any]) -> Iterator[tuple[Path, Any, int]]:
         for number, index in state_entries(checkpoint):
@@ -136,12 +128,17 @@ def gather(checkpoint: dict[str, Any], owners: Owners, transport: Transport) -> 
     for rank in range(transport.topology.ranks):
         if rank != owners.writer:
             mine += [receive(transport, rank) for _ in range(transport.receive_object(rank, _TAG))]
-    tree = _with(checkpoint, mine)
+    tree = replace_tensors(checkpoint, lambda tensor: tensor)  # its containers are copied
+    for path, value in ((path, value) for paths, value in mine for path in paths):
+        node: Any = tree
+        for step in path[:-1]:
+            node = node[step]
+        node[path[-1]] = value
     check_known(tree)
     for states in tree.get("optimizer_states", []):
         if "state" in states:
             states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
-    return tree
+    return tree  # type: ignore[no-any-return]
 
 
 def send(obj: Any, transport: Transport, rank: int) -> None:
@@ -199,18 +196,6 @@ def divided_as(state: Any, parameter: Tensor | None) -> Any:
         return with_local(share(tensor, parameter).to(parameter.device, copy=True), parameter) if alike else tensor
 
     return replace_tensors(state, part)
-
-
-def _with(checkpoint: dict[str, Any], entries: Iterable[Entry]) -> dict[str, Any]:
-    """A checkpoint with other entries at some paths; its containers are copied."""
-    tree: dict[str, Any] = replace_tensors(checkpoint, lambda tensor: tensor)
-    for paths, value in entries:
-        for path in paths:
-            node: Any = tree
-            for step in path[:-1]:
-                node = node[step]
-            node[path[-1]] = value
-    return tree
 
 
 def _like(node: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:

@@ -98,7 +98,6 @@ class Evaluations:
         replicas = pipeline.transport.topology.replicas > 1
         return (
             name in self._steps.waiting
-            or name in self._steps.user_step.in_turns
             # it may change what the steps of later batches use, such as weights
             or self._has_hooks_between(name)
             # the replicas' loaders may differ in length

@@ -55,12 +55,13 @@ class EvaluationSteps:
         options: the strategy's options for batches.
 
     Attributes:
-        waiting: the methods of which a batch has had to run again behind the batches before it.
+        waiting: the methods of which a batch has had to run again: each waits for the batches before it.
     """
 
     def __init__(self, pipeline: Pipeline, user_step: UserStep, seeds: Iterator[int], options: BatchSplitting) -> None:
         self.pipeline, self.user_step, self.options = pipeline, user_step, options
         self._seeds, self.waiting = seeds, set[str]()
+        self._in_turns = set[str]()  # those in which the ranks take turns, because they call layers again
         # what each run has changed in layers since the last batch that was run in turns; the methods that change none
         self._before: list[Snapshot] = []
         self._leaves_layers: set[str] = set()
@@ -83,7 +84,7 @@ class EvaluationSteps:
 
     def run(self, run: RunStep) -> None:
         """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
-        turns, parts = run.name in self.user_step.in_turns, run.step.micro_batches.parts
+        turns, parts = run.name in self._in_turns, run.step.micro_batches.parts
         with (
             nullcontext() if turns else self._remembering(run),
             self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.step.ranks) as run.before,
@@ -143,11 +144,11 @@ class EvaluationSteps:
         """
         outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs, repeats=run.repeats)
         while run.step.repeats:
+            self.waiting.add(run.name)
             if leave is None:
-                self.user_step.in_turns.add(run.name)
+                self._in_turns.add(run.name)
             else:
                 leave()
-                self.waiting.add(run.name)
             leave = None
             # the layers have run for this batch, and in a stream for later ones, whose steps all run again
             for before in reversed(self._before):
@@ -159,7 +160,7 @@ class EvaluationSteps:
             outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs, repeats=run.repeats)
         if run.layers:
             self._before = [each for each in self._before if each not in run.layers]
-        elif run.name not in self.user_step.in_turns:
+        elif run.name not in self._in_turns:
             self._leaves_layers.add(run.name)
         parts = run.step.micro_batches
         if len(parts.parts) == 1 or not outputs:
