@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
-
-import pytest
 
 
 @contextmanager
@@ -28,18 +25,3 @@ def process_group(command: Sequence[object], **options: Any) -> Iterator[subproc
         finally:
             with suppress(ProcessLookupError):  # nobody is left
                 os.killpg(first.pid, signal.SIGKILL)
-
-
-def check_gone(first: subprocess.Popen[str], seconds: float) -> None:
-    """Fail if a process of the group is left some time after the first one has ended.
-
-    Args:
-        first: from `process_group`.
-        seconds: to wait for the others.
-    """
-    deadline = time.monotonic() + seconds
-    with suppress(ProcessLookupError):  # nobody is left
-        while time.monotonic() < deadline:
-            os.killpg(first.pid, 0)
-            time.sleep(0.1)
-        pytest.fail("a process is left")

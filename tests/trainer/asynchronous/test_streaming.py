@@ -1,8 +1,7 @@
-"""A Trainer with a schedule without a flush: losses, logs, steps and checkpoints against the papers' closed forms."""
+"""A Trainer with a schedule without a flush: losses, logs and steps against the papers' closed forms."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,27 +43,6 @@ def test_two_epochs_with_validation_in_between(schedule: str, micro_batches: Any
         assert int(arrived.isnan().sum()) == sum(min(lag, b - a) for a, b in zip([0, *drains], drains, strict=False))
 
 
-def test_checkpoints_and_resuming_between_batches(tmp_path: Path) -> None:
-    strategy = {"schedule": "pipedream", "layers": "net.layers"}
-    order = [*range(EPOCH)] * 2
-    outcomes = run(strategy, {"max_epochs": 2}, saves=(str(tmp_path), [4, 10]))
-    losses, _, values = closed_form(order, 2, pipedream(2), [4, 7, 10])
-    assert_weights(outcomes, values)
-    assert_close(outcomes[0].logged["train_loss_step"], losses)
-    checkpoint = torch.load(tmp_path / "4.ckpt", weights_only=False)
-    assert checkpoint["global_step"] == 4
-    _, _, after_four = closed_form(order[:4], 2, pipedream(2), [])
-    for name, value in after_four.items():
-        torch.testing.assert_close(checkpoint["state_dict"][f"net.{name}"], value, rtol=1e-12, atol=1e-12)
-    # a plain loader begins anew when it goes on in the middle of an epoch
-    resumed = run(strategy, {"max_epochs": 2}, resume=str(tmp_path / "10.ckpt"))
-    order = [*range(EPOCH), 0, 1, 2, 0, 1, 2, 3]
-    losses, _, values = closed_form(order, 2, pipedream(2), [4, 7, 10])
-    assert_weights(resumed, values)
-    assert resumed[0].steps == len(order)
-    assert_close(resumed[0].logged["train_loss_step"], losses[10:])
-
-
 def test_the_end_comes_after_what_is_in_flight() -> None:
     strategy = {"schedule": "pipedream", "layers": "net.layers"}
     # exactly as many steps as asked for
@@ -98,14 +76,6 @@ def test_one_device() -> None:
         losses, _, values = closed_form([*range(EPOCH)] * 2, 1, version, [], size)
         assert_weights(outcomes, values)
         assert_close(outcomes[0].logged["train_loss_step"], losses)
-
-
-def test_replicas_of_pipelines() -> None:
-    strategy = {"schedule": "pipedream", "layers": "net.layers", "data_parallel_size": 2}
-    outcomes = run(strategy, {}, devices=4)
-    # both replicas have the same batches here, so that their mean is that of one
-    _, _, values = closed_form(range(EPOCH), 2, pipedream(2), [])
-    assert_weights(outcomes, values)
 
 
 @pytest.mark.feature(
