@@ -236,30 +236,6 @@ class Dense(_Image):
         return self.classifier(torch.cat(features, 1).mean((2, 3)))
 
 
-class Branches(_Image):
-    """Blocks of branches side by side."""
-
-    class Block(nn.Module):
-        def __init__(self, before: int) -> None:
-            super().__init__()
-            self.b1, self.b3, self.b5 = (
-                nn.Conv2d(before, 4, 1),
-                nn.Conv2d(before, 4, 3, 1, 1),
-                nn.Conv2d(before, 4, 5, 1, 2),
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.relu(torch.cat([self.b1(x), self.b3(x), self.b5(x)], 1))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.inception1, self.inception2 = nn.Conv2d(3, 8, 3, 1, 1), self.Block(8), self.Block(12)
-        self.fc = nn.Linear(12, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.inception2(F.max_pool2d(self.inception1(self.stem(x)), 2)).mean((2, 3)))
-
-
 class VisionTransformer(_Image):
     """A class token and positions are parameters of the module itself."""
 
@@ -275,35 +251,6 @@ class VisionTransformer(_Image):
         h = self.patches(x).flatten(2).transpose(1, 2)
         h = torch.cat([self.token.expand(len(h), -1, -1), h], 1) + self.positions
         return self.head(self.transformer(h)[:, 0])
-
-
-class Mixer(_Image):
-    """Products over places and over channels in turns, without any list."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
-            self.tokens = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-            self.channels = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
-            return x + self.channels(self.norm2(x))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block1, self.block2, self.block3 = (
-            nn.Conv2d(3, 8, 4, 4),
-            self.Block(),
-            self.Block(),
-            self.Block(),
-        )
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x).flatten(2).transpose(1, 2)
-        return self.head(self.block3(self.block2(self.block1(h))).mean(1))
 
 
 class Recurrent(_Series):
@@ -681,20 +628,6 @@ class SharedNorm(Lit):
         return self.out(self.norm(self.c(self.norm(self.b(self.norm(self.a(x)))))))
 
 
-class Tabular(Lit):
-    """An embedding for each column, and a network behind them."""
-
-    rows, words = (4,), 6
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-        self.columns = nn.ModuleList(nn.Embedding(6, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(torch.cat([column(x[:, i]) for i, column in enumerate(self.columns)], 1))
-
-
 class Factorised(Lit):
     """Tables of numbers and of vectors beside a deep network."""
 
@@ -777,29 +710,6 @@ class Frozen(Lit):
         with torch.no_grad():
             h = self.backbone(x)
         return self.head(h)
-
-
-class Wrapped(Lit):
-    """A model of torch alone, and the step in the LightningModule."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.b = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-            self.a = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.criterion = self.Net(), nn.MSELoss()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.criterion(self.model(x), y)
 
 
 class Episodes(Lit):

@@ -76,20 +76,6 @@ def test_convolutional_networks_train_as_on_one_device() -> None:
             torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_convolutional_networks_do_not_depend_on_the_cut() -> None:
-    """Several micro-batches, recomputed: the same curve on two processes and on one."""
-    for name in ("resnet", "unet"):
-        options = {"micro_batches": 3, "recompute": "always"}
-        (losses, weights, _), *_ = in_processes(2, [{"name": name, "options": options}])
-        expected, expected_weights, _ = fit(name, 1, {"micro_batches": 3})
-        assert losses == pytest.approx(expected, abs=1e-9), name
-        for key, value in expected_weights.items():
-            torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
-        assert losses[-1] < losses[0]
-
-
 @pytest.mark.timeout(120)
 def test_the_dropout_curve_does_not_depend_on_stages_and_schedule() -> None:
     expected, *_ = fit("dropout", 1, {"micro_batches": 4})

@@ -182,17 +182,8 @@ SLOW = {
     "replicas": Case(devices=4, replicas=2, trainer={"gradient_clip_val": 0.05}),
     "bf16_replicas": Case(devices=4, replicas=2, trainer=HALF, tolerance=1e-6),
     "scaled_replicas": Case(devices=4, replicas=2, scaled=True, tolerance=1e-6),
-    "passes_by_value": Case(**INSIDE, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "passes_accumulated": Case(**INSIDE, trainer={"accumulate_grad_batches": 2}),
-    "passes_swa": Case(
-        **INSIDE, callbacks=(lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1),)
-    ),
-    "passes_ema": Case(**INSIDE, callbacks=(lambda: callbacks.EMAWeightAveraging(decay=0.9),)),
-    "passes_deferred": Case(**INSIDE, deferred=True),
     "passes_resumed": Case(**INSIDE, resumed=True),
-    "passes_bf16": Case(**INSIDE, trainer=HALF, tolerance=1e-6),
     "passes_scaled": Case(**INSIDE, scaled=True, tolerance=1e-6),
-    "passes_replicas": Case(**INSIDE, devices=4, replicas=2),
     "passes_scaled_replicas": Case(**INSIDE, devices=4, replicas=2, scaled=True, tolerance=1e-6),
 }
 CASES = {**FAST, **SLOW}
