@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_pipe.construction.assignments import DATA, Assignments
 from lightning_pipe.construction.drawing import draw
 from lightning_pipe.construction.operators import UNPREDICTABLE, device_of, recordable, settled, written_by
-from lightning_pipe.construction.tape import SMALL, Cell, Constant, Operation, View, compute, views_in
+from lightning_pipe.construction.tape import SMALL, Cell, Operation, View, compute, views_in
 from lightning_pipe.torch_internals import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
 numbers = itertools.count()
@@ -237,9 +237,7 @@ def _record(
 def _noted(leaf: Any) -> Any:
     if is_deferred(leaf):
         return view_of(leaf)
-    if isinstance(leaf, Deferred):  # who reads its memory through NumPy may change it without a word to torch
-        return Constant.copied(real(leaf))
-    return Constant.of(leaf) if isinstance(leaf, Tensor) else leaf
+    return real(leaf).detach().clone() if isinstance(leaf, Tensor) else leaf  # others may change it before it is read
 
 
 def _carry_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, keep: bool = True) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe.construction.tape import DRAWING, Constant, View, compute
+from lightning_pipe.construction.tape import DRAWING, View, compute, is_view
 from lightning_pipe.tensor_spec import numbered
 from lightning_pipe.torch_internals import tree_leaves, tree_map
 
@@ -50,7 +50,7 @@ def draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[torch
 
     Args:
         func: the operator.
-        args: its arguments, with `View` and `Constant` in the place of tensors.
+        args: its arguments, as an `Operation` has them.
         kwargs: likewise.
         device: where it is to run.
 
@@ -59,7 +59,7 @@ def draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[torch
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    leaves = tree_leaves((args, kwargs), is_leaf=_is_noted)
+    leaves = tree_leaves((args, kwargs), is_leaf=is_view)
     generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
     if generator is None:
         if _SEEDS.next is not None:
@@ -70,18 +70,14 @@ def draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[torch
     memory = {} if free else compute(leaf.cell for leaf in leaves if isinstance(leaf, View))
 
     def value(leaf: Any) -> Any:
-        if isinstance(leaf, View):
-            return _scratch(leaf) if free else leaf.over(memory[leaf.cell])
-        return leaf.get() if isinstance(leaf, Constant) else leaf
+        if not isinstance(leaf, View):
+            return leaf
+        return _scratch(leaf) if free else leaf.over(memory[leaf.cell])
 
-    drawn_args, drawn_kwargs = tree_map(value, (args, kwargs), is_leaf=_is_noted)
+    drawn_args, drawn_kwargs = tree_map(value, (args, kwargs), is_leaf=is_view)
     with torch.no_grad():
         func(*drawn_args, **drawn_kwargs)
     return generator, state
-
-
-def _is_noted(leaf: Any) -> bool:
-    return isinstance(leaf, View | Constant)
 
 
 def _scratch(view: View) -> Tensor:

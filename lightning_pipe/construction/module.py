@@ -65,14 +65,12 @@ def materialize(module: nn.Module) -> None:
 @contextmanager
 def without_weak_references(module: nn.Module) -> Iterator[None]:
     """Recurrent layers refer to their weights weakly, and such tensors cannot be swapped (torch 2.13)."""
-    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     # what somebody else has dropped for good, as a division over ranks does, stays dropped
-    referred = [[reference is not None for reference in layer._flat_weight_refs] for layer in layers]
+    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase) and any(part._flat_weight_refs)]
     for layer in layers:
         layer._flat_weight_refs = [None] * len(layer._flat_weight_refs)
     try:
         yield
     finally:
-        for layer, before in zip(layers, referred, strict=True):
-            pairs = zip(layer._flat_weights_names, before, strict=True)
-            layer._flat_weight_refs = [weakref.ref(getattr(layer, name)) if had else None for name, had in pairs]
+        for layer in layers:
+            layer._flat_weight_refs = [weakref.ref(getattr(layer, name)) for name in layer._flat_weights_names]

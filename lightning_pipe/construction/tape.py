@@ -19,7 +19,6 @@ as without a tape. An operation keeps the state that its generator had, and draw
 from __future__ import annotations
 
 import weakref
-import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -76,51 +75,6 @@ class View(NamedTuple):
             return empty.set_(memory, self.offset, self.shape, self.strides)
 
 
-class Constant(NamedTuple):
-    """A tensor with a value that an operation reads. What is small is copied; other code may change it later."""
-
-    value: Tensor
-    version: tuple[int, int] | None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Constant:
-        """A constant of a tensor's present value."""
-        # what autograd knows refers to parameters, which are to be exchanged; and memory that is not torch's own may be
-        # changed without a word to torch: NumPy's, and files'
-        known = tensor._is_view() or tensor.grad_fn is not None
-        if tensor.nbytes <= SMALL or tensor.is_inference() or known or not tensor.untyped_storage().resizable():
-            return cls.copied(tensor)
-        # itself: another one made here, below autograd, would not share its count of changes
-        return cls(tensor, _version(tensor))
-
-    @classmethod
-    def copied(cls, tensor: Tensor) -> Constant:
-        """A constant that nobody else can change."""
-        return cls(tensor.detach().clone(), None)
-
-    def get(self) -> Tensor:
-        """The value.
-
-        Raises:
-            CutError: it has been changed in place since.
-        """
-        if self.version is not None and _version(self.value) != self.version:
-            raise CutError(
-                f"a tensor {tuple(self.value.shape)} from which the module was to be initialised has been changed in "
-                "place since.",
-                hint="Copy it before you pass it: module.weight.data.copy_(tensor.clone()).",
-            )
-        return self.value.detach()
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """What differs once a tensor has been changed: by torch, or by NumPy, of which torch hears nothing."""
-    if tensor.is_meta or tensor.device.type != "cpu":
-        return tensor._version, 0
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return tensor._version, zlib.crc32(data.numpy().data)
-
-
 DRAWING = frozenset({"uniform_", "normal_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_"})
 """Random operations in place whose draws do not depend on what the tensor held, only on its shape and strides."""
 
@@ -138,7 +92,7 @@ class Operation:
     Args:
         number: its place in the order of all operations.
         function: the operator.
-        args: its arguments, with `View` and `Constant` in the place of tensors.
+        args: its arguments, with a `View` in the place of each tensor that has no memory, and copies of the others.
         kwargs: likewise.
         reads: the cells that it reads.
         made: the cell of each tensor that it returns, ``None`` for those that are views of other cells.
@@ -173,7 +127,7 @@ class Operation:
         Raises:
             CutError: the result has another layout than was predicted.
         """
-        args, kwargs = tree_map(lambda leaf: _real(leaf, memory), (self.args, self.kwargs), is_leaf=_is_recorded)
+        args, kwargs = tree_map(lambda leaf: _real(leaf, memory), (self.args, self.kwargs), is_leaf=is_view)
         with drawing_again(self.generator):
             result = self.function(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -260,14 +214,14 @@ def _needed(cells: Iterable[Cell]) -> Sequence[Operation]:
 
 def views_in(tree: Any) -> list[View]:
     """The deferred tensors among the arguments of an operation."""
-    return [leaf for leaf in tree_leaves(tree, is_leaf=_is_recorded) if isinstance(leaf, View)]
+    return [leaf for leaf in tree_leaves(tree, is_leaf=is_view) if isinstance(leaf, View)]
 
 
-def _is_recorded(leaf: Any) -> bool:
-    return isinstance(leaf, View | Constant)
+def is_view(leaf: Any) -> bool:
+    """Whether a leaf of recorded arguments stands for a tensor without memory."""
+    return isinstance(leaf, View)
 
 
 def _real(leaf: Any, memory: dict[Cell, torch.UntypedStorage]) -> Any:
-    if isinstance(leaf, View):
-        return leaf.over(memory[leaf.cell])  # what it held then, even if it has memory by now that others change
-    return leaf.get() if isinstance(leaf, Constant) else leaf
+    # what it held then, even if it has memory by now that others change
+    return leaf.over(memory[leaf.cell]) if isinstance(leaf, View) else leaf
