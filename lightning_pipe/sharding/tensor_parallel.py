@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.absent_tensor import is_absent
-from lightning_pipe.local_parts import TENSOR, dimensions, divides, is_divided, local
+from lightning_pipe.local_parts import TENSOR, dimensions, is_divided, local
 from lightning_pipe.sharding.roots import Root
 from lightning_pipe.sharding.styles import apply_style
 from lightning_pipe.torch_internals import tree_leaves
@@ -81,7 +81,7 @@ def divider(
         shared: tied weights, whose modules plans leave whole: one that is divided would be tied no more.
 
     Raises:
-        ConfigurationError: nobody says how, or the plan is not supported.
+        ConfigurationError: nobody says how, or the plan is not supported or fails.
     """
     if (size := mesh.size()) == 1:
         return lambda root: None
@@ -96,13 +96,23 @@ def divider(
     style_of = styles_of(plan)
 
     def divide(root: Root) -> None:
-        if parallelize is not None:
-            parallelize(root.module, mesh)
         for name, part in list(root.module.named_modules(prefix=root.name)):
+            if any(map(is_divided, part.parameters(recurse=False))):
+                raise ConfigurationError(
+                    f"'{name}' belongs to several layers, and parallelize= has divided it with the first of them.",
+                    hint="Let parallelize= leave it out: it stays whole on every tensor rank.",
+                )
             if shared.isdisjoint(part.parameters()):
                 apply_style(name, part, mesh, style_of)
+        try:
+            if parallelize is not None:
+                parallelize(root.module, mesh)
+        except (RuntimeError, KeyError) as error:
+            raise ConfigurationError(
+                f"parallelize= fails for '{root.name}': {error}",
+                hint="Leave out what torch does not divide, such as a weight that spectral_norm computes.",
+            ) from error
         hooks_inside(root.name, root.module)
-        check_even(root)
 
     return divide
 
@@ -128,15 +138,28 @@ def check_tied(before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
             )
 
 
-def check_even(root: Root) -> None:
-    """Refuse a layer or outside module of which tensor ranks have parts of different sizes.
+def check_even(root: Root, replicas: int) -> None:
+    """Refuse a layer or outside module of which processes are to have parts of different sizes.
+
+    Args:
+        root: divided over tensor ranks.
+        replicas: that are to divide the first dimension of each part once more; 1: none.
 
     Raises:
         ConfigurationError: names the parameter.
     """
     for name, parameter in root.module.named_parameters(prefix=root.name):
-        if TENSOR in dimensions(parameter):  # replicas alone may divide unevenly
-            _check_even(name, parameter)
+        if TENSOR in dimensions(parameter):
+            part: Any = parameter
+            (placement,) = part.placements
+            dim, strips = placement.dim % part.ndim, getattr(placement, "split_factor", 1)
+            size, count = part.shape[dim], part.device_mesh.size() * strips * (replicas if dim == 0 else 1)
+            if size % count:
+                raise ConfigurationError(
+                    f"Dimension {dim} of '{name}' has {size} places, which {count} processes do not divide evenly "
+                    f"({size} / {count} = {size / count:.2f}).",
+                    hint="Use another tensor_parallel_size, or leave the module out of the plan.",
+                )
 
 
 @torch.no_grad()
@@ -165,20 +188,6 @@ def check_alike(module: nn.Module, transport: Transport) -> None:
                     "part of the values on each.",
                     hint="Name its module in the plan: SequenceParallel() for a norm of a part of a sequence.",
                 )
-
-
-def _check_even(name: str, parameter: Any) -> None:
-    mesh, placements = parameter.device_mesh, parameter.placements
-    tensor = placements[mesh.mesh_dim_names.index(TENSOR)]
-    dim = tensor.dim % parameter.ndim
-    over = [number for number, each in enumerate(placements) if divides(each) and each.dim % parameter.ndim == dim]
-    size, count = parameter.shape[dim], math.prod(map(mesh.size, over)) * getattr(tensor, "split_factor", 1)
-    if size % count:
-        raise ConfigurationError(
-            f"Dimension {dim} of '{name}' has {size} places, which {count} processes do not divide evenly "
-            f"({size} / {count} = {size / count:.2f}).",
-            hint="Use another tensor_parallel_size, or leave the module out of the plan.",
-        )
 
 
 def hooks_inside(name: str, layer: nn.Module) -> None:

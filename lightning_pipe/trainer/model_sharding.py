@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_pipe.config import Sharding
@@ -30,6 +31,7 @@ from lightning_pipe.sharding.roots import Root, left_whole, stages_of_parts, tie
 from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.sharding.undone import refer_to_module, undoable
 from lightning_pipe.torch_internals import is_compiled
+from lightning_pipe.trainer.run import PipelineRun
 from lightning_pipe.trainer.world import World
 
 
@@ -78,17 +80,24 @@ class ModelSharding:
             module._device_mesh = self.mesh  # as ModelParallelStrategy does
         return self.by_module(module)
 
-    def divide(self, module: pl.LightningModule, pipeline: Pipeline) -> None:
+    def divide(self, module: pl.LightningModule, run: PipelineRun) -> None:
         """Give this rank's stages their values, and divide their parameters. Collective over all processes.
 
         Raises:
             ConfigurationError: something in the run does not go with it.
         """
-        self.parameters = None
+        self.parameters, pipeline = None, run.pipeline
         transport, own = pipeline.transport, any(map(is_divided, module.parameters()))
         if self.mesh is not None and self.by_module(module):
             # a stage may have nothing of what the module has divided
             own = any(transport.all_gather_object(own, transport.topology.same_tensor_rank))
+        asked = self.option == "parameters" and self.mesh is not None and self.mesh[DATA].size() > 1
+        if own and asked and not any(isinstance(part, FSDPModule) for part in module.modules()):
+            raise ConfigurationError(
+                'shard_optimizer="parameters" does not divide what configure_model has divided over tensor ranks.',
+                hint='Call fully_shard(layer, mesh=self.device_mesh["data_parallel"]) there as well, or leave '
+                "shard_optimizer out.",
+            )
         if self.reshard and not (own or self.option == "parameters"):
             raise ConfigurationError(
                 "reshard_after_forward=True frees whole parameters, and no replicas divide any.",
@@ -98,6 +107,11 @@ class ModelSharding:
             pipeline.synchronize()
             return
         check(module, pipeline)
+        if run.waits_for_batch:
+            raise ConfigurationError(
+                f"{WHAT} are divided before the first batch, which is to show the layers of {type(module).__name__}.",
+                hint="Name the list that has them: PipeStrategy(layers='layers').",
+            )
         pipeline.ownership.check_memory()
         names = dict(module.named_parameters(remove_duplicate=False))
         self._undo = pipeline.synchronize(None if own else self._division(module, pipeline.layers))
@@ -116,14 +130,15 @@ class ModelSharding:
         weights = {name: each for name, each in module.named_parameters(remove_duplicate=False) if each in shared}
         over_tensor_ranks = tensor_parallel.divider(module, self.mesh[TENSOR], self.parallelize, shared)
         replicas, stay = self.mesh[DATA], left_whole(module, layers)
+        count = replicas.size() if self.option == "parameters" else 1
 
         def divide(root: Root) -> None:
             over_tensor_ranks(root)
             # a tied weight that is one no more would be divided again, or sent to ranks that have a part of it
             tensor_parallel.check_tied(weights, module)
-            if self.option == "parameters" and replicas.size() > 1:
+            tensor_parallel.check_even(root, count)
+            if count > 1:
                 shard(root, replicas, self.reduce_dtype, stay)
-                tensor_parallel.check_even(root)
 
         return lambda root: undoable(root.module, partial(divide, root))
 

@@ -333,7 +333,7 @@ class PipeStrategy(ParallelStrategy):
         check_all_set(run.pipeline.module)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self.sharding.divide(trainer.lightning_module, run.pipeline)
+        self.sharding.divide(trainer.lightning_module, run)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -150,15 +150,16 @@ def on_four(process: int, ckpt_path: Path, save: Path) -> dict[str, Any]:
     """Four stages go on from a folder, and so does Lightning's strategy, which then writes one of its own."""
     from lightning_pipe import PipeStrategy
 
+    stages = PipeStrategy(pipeline_parallel_size=4, micro_batches=2, save_distributed_checkpoint=True)
     return {
-        "stages": fit(PipeStrategy(pipeline_parallel_size=4, micro_batches=2), 4, 2, ckpt_path)[0],
+        "stages": fit(stages, 4, 2, ckpt_path, save.with_suffix(".stages"))[0],
         "lightning": fit_divided(process, save.with_suffix(".on"), ckpt_path),
         "first": fit_divided(process, save),
     }
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 def test_folders_and_files_of_three_dimensions(tmp_path: Path) -> None:
     from lightning_pipe import PipeStrategy
 
@@ -166,12 +167,13 @@ def test_folders_and_files_of_three_dimensions(tmp_path: Path) -> None:
     first = run_trainers(on_eight, 8, epochs=1, save=ours, timeout=150)
     four = run_trainers(on_four, 4, ckpt_path=ours, save=theirs, timeout=150)
     second = run_trainers(on_eight, 8, epochs=2, ckpt_path=theirs, timeout=150)
+    third = run_trainers(on_eight, 8, epochs=3, ckpt_path=theirs.with_suffix(".stages"), timeout=150)
     one = fit(PipeStrategy(pipeline_parallel_size=1, micro_batches=2), 1, 2, ours)
     truth = {epochs: fit("auto", 1, epochs, save=tmp_path / f"{epochs}.ckpt")[0] for epochs in (1, 2, 3)}
     file = tmp_path / "file.ckpt"
     ordinary = run_trainers(on_eight, 8, epochs=2, ckpt_path=tmp_path / "1.ckpt", save=file, folder=False, timeout=150)
     found = [(1, weights) for weights, _ in first] + [(2, weights) for weights, _ in (*second, one, *ordinary)]
-    found.append((3, fit("auto", 1, 3, file)[0]))
+    found += [(3, weights) for weights, _ in (*third, fit("auto", 1, 3, file))]
     for of_process in four:
         found += [(1, of_process["first"]), (2, of_process["stages"]), (2, of_process["lightning"])]
     for epochs, weights in found:

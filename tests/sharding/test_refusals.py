@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy, schedules
@@ -31,8 +33,8 @@ from lightning_pipe.sharding.tensor_parallel import (
     plan_of,
 )
 from lightning_pipe.trainer.model_sharding import ModelSharding, check
-from tests.support import processes
-from tests.support.sharded_runs import MODELS, divide_pair
+from tests.support import oracle, processes
+from tests.support.sharded_runs import MODELS, DividesItself, Pair, Pairs, divide_pair
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -124,25 +126,92 @@ def test_a_tied_weight_that_is_divided_in_one_place() -> None:
         check_tied(before, module)
 
 
-def tying(process: int) -> None:
+def fit_unusual(process: int, kind: str) -> str | dict[str, Tensor]:
+    """What an error says, or the weights."""
     quiet()
+    options: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "micro_batches": 2}
+    strategy = PipeStrategy(**options, parallelize=divide_down if kind == "left out" else divide_pair)
+    try:
+        return oracle.fit(unusual(kind), MODELS["pairs"].batches(3), strategy=strategy, devices=2).weights
+    except ConfigurationError as error:
+        return str(error)
+
+
+def unusual(kind: str) -> Any:
     module = MODELS["pairs"].build()
-    module.layers[1].down.weight = module.layers[0].down.weight
-    options: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "parallelize": divide_pair}
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=PipeStrategy(**options), max_epochs=1, **QUIET)
-    with pytest.raises(ConfigurationError, match=r"'layers.0.down.weight' and 'layers.1.down.weight' were one"):
-        trainer.fit(module, DataLoader(MODELS["pairs"].batches(1), batch_size=None))
+    if kind == "weight":
+        module.layers[1].up.weight = module.layers[0].up.weight
+    elif kind == "computed":
+        nn.utils.parametrizations.weight_norm(module.layers[1].up)
+    elif kind == "guessed":
+        module.others = copy.deepcopy(module.layers)
+    else:
+        module.layers[1].up = module.layers[0].up
+    return module
 
 
-def test_a_tied_weight_is_refused_before_its_second_place_is_divided() -> None:
-    processes.run_trainers(tying, 2, timeout=60)
+def divide_down(layer: nn.Module, mesh: Any) -> None:
+    if isinstance(layer, Pair):
+        parallelize_module(layer.down, mesh, RowwiseParallel(input_layouts=Replicate()))
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("weight", "'layers.0.up.weight' and 'layers.1.up.weight' were one parameter"),
+        ("module", "'layers.1.up' belongs to several layers"),
+        ("left out", None),
+        ("computed", "parallelize= fails for 'layers.1'"),
+        ("guessed", "which is to show the layers of Pairs"),
+    ],
+)
+def test_what_is_refused_before_torch_fails(kind: str, words: str | None) -> None:
+    for found in processes.run_trainers(fit_unusual, 2, timeout=60, kind=kind):
+        if words is not None:
+            assert words in found
+            continue
+        assert isinstance(found, dict)
+        truth = oracle.fit(unusual(kind), MODELS["pairs"].batches(3)).weights
+        oracle.assert_equal(oracle.Trace(weights=found), oracle.Trace(weights=truth))
+
+
+class OverTensorRanks(Pairs):
+    """Its ``configure_model`` leaves the replicas out."""
+
+    def configure_model(self) -> None:
+        for layer in self.layers if self.device_mesh is not None else ():
+            divide_pair(layer, self.device_mesh["tensor_parallel"])
+
+
+def fit_over_replicas_too(process: int, kind: Callable[[], Any]) -> str | list[float]:
+    """The losses, or what an error says."""
+    quiet()
+    sizes: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "tensor_parallel_size": 2}
+    options: dict[str, Any] = {"devices": 4, "use_distributed_sampler": False}
+    strategy = PipeStrategy(**sizes, micro_batches=2, shard_optimizer="parameters")
+    torch.manual_seed(0)
+    try:
+        return oracle.fit(kind().double(), MODELS["pairs"].batches(3), strategy=strategy, **options).losses
+    except ConfigurationError as error:
+        return str(error)
+
+
+@pytest.mark.timeout(100)
+def test_a_module_that_divides_itself_over_tensor_ranks_alone() -> None:
+    for said in processes.run_trainers(fit_over_replicas_too, 4, timeout=80, kind=OverTensorRanks):
+        assert "does not divide what configure_model has divided over tensor ranks" in said
+    torch.manual_seed(0)
+    truth = oracle.fit(DividesItself().double(), MODELS["pairs"].batches(3)).losses
+    for losses in processes.run_trainers(fit_over_replicas_too, 4, timeout=80, kind=DividesItself):
+        oracle.assert_equal(oracle.Trace(losses=losses), oracle.Trace(losses=truth))
 
 
 class DTensor(Tensor):
-    """Looks like torch's, over two replicas and two tensor ranks."""
+    """Looks like torch's, over two tensor ranks."""
 
-    placements = (Shard(0), Shard(0))
-    device_mesh = SimpleNamespace(mesh_dim_names=("data_parallel", "tensor_parallel"), size=lambda dim: 2)
+    placements = (Shard(0),)
+    device_mesh = SimpleNamespace(mesh_dim_names=("tensor_parallel",), size=lambda: 2)
 
 
 @pytest.mark.parametrize(("rows", "even"), [(8, True), (6, False), (5, False)])
@@ -153,10 +222,10 @@ def test_sizes_that_do_not_divide(rows: int, even: bool) -> None:
 
     root = Root("blocks.0", Layer(), 0)
     if even:
-        check_even(root)
+        check_even(root, 2)
         return
     with pytest.raises(ConfigurationError, match=rf"Dimension 0 of 'blocks.0.weight' has {rows} places"):
-        check_even(root)
+        check_even(root, 2)
 
 
 def test_whole_parameters_of_which_tensor_ranks_see_different_values() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support import oracle
 from tests.support.oracle import Trace
@@ -58,6 +61,54 @@ def test_all_have_the_values_of_the_first_and_step_alike() -> None:
     truth = oracle.fit(Fused().double(), ENTRIES["pairs"].batches(3))
     for weights in (first, second):
         oracle.assert_equal(Trace(weights=weights), Trace(weights=truth.weights))
+
+
+class Dropped(Pairs):
+    """Forgets some of what is whole on each tensor rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.5, self.training)
+        return self.head(x)
+
+
+class Dropping(Pairs):
+    """The same within its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.down = nn.Sequential(layer.down, nn.Dropout(0.5))
+
+
+def divide_dropping(layer: nn.Module, mesh: Any) -> None:
+    if hasattr(layer, "up"):
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down.0": RowwiseParallel()})
+
+
+def fit_dropped(process: int, tensor: int) -> list[dict[str, Tensor]]:
+    """The weights on so many tensor ranks; a process of its own has the seeds of one."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    found = []
+    for make, divide in ((Dropped, divide_pair), (Dropping, divide_dropping)):
+        torch.manual_seed(0)
+        module = make().double()
+        torch.manual_seed(1)
+        sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": tensor}
+        own = PipeStrategy(micro_batches=2, **sizes, parallelize=divide if tensor > 1 else None)
+        found.append(oracle.fit(module, ENTRIES["pairs"].batches(3), strategy=own, devices=tensor).weights)
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_tensor_ranks_forget_the_same_of_what_is_whole() -> None:
+    truths = fit_dropped(0, 1)
+    for of_process in run_trainers(fit_dropped, 2, tensor=2, timeout=50):
+        for weights, truth in zip(of_process, truths, strict=True):
+            oracle.assert_equal(Trace(weights=weights), Trace(weights=truth))
 
 
 @pytest.mark.slow

@@ -138,6 +138,12 @@ CASES = {
         lambda folder: Plain(), trainer={"precision": "bf16-mixed"}, layouts=("tensor",), tolerance=2**-7, **_SINGLE
     ),
     "bf16_true": Case(trainer={"precision": "bf16-true"}, layouts=("parameters",), tolerance=1e-5, **_SINGLE),
+    "bf16_true_built": Case(
+        lambda folder: Built(), trainer={"precision": "bf16-true"}, layouts=("parameters",), tolerance=1e-5, **_SINGLE
+    ),
+    "bf16_true_tensor": Case(
+        lambda folder: Plain(), trainer={"precision": "bf16-true"}, layouts=("tensor",), tolerance=2**-6, **_SINGLE
+    ),
     "scaled": Case(plugins=(scaler,), trainer={"max_epochs": 2}, layouts=("parameters",), tolerance=1e-5, **_SINGLE),
     "scaled_tensor": Case(
         lambda folder: Plain(),
