@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import getmtime
 from pathlib import Path
 
 from recipes.errors import RecipeError
@@ -45,13 +46,9 @@ def to_resume(which: str | None, output: Path) -> str | None:
         raise RecipeError(
             f"There is no earlier run with a checkpoint beside {output}.", hint="Name its file: ckpt_path=PATH."
         )
-    return str(in_run(max(runs, key=lambda run: _written(_saved(run)[-1])), which))
+    return str(in_run(max(runs, key=lambda run: getmtime(_saved(run)[-1])), which))
 
 
 def _saved(run: Path) -> list[Path]:
     """A run's checkpoints, the newest last; a second run in the same folder adds "last-v1.ckpt"."""
-    return sorted((run / "checkpoints").glob("*.ckpt"), key=_written)
-
-
-def _written(path: Path) -> float:
-    return path.stat().st_mtime
+    return sorted((run / "checkpoints").glob("*.ckpt"), key=getmtime)

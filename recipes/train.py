@@ -15,7 +15,6 @@ from recipes import command_line, config
 from recipes.errors import RecipeError, sentence
 
 printed = logging.getLogger("recipes.printed")  # goes into the log file only
-log = logging.getLogger(__name__)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
@@ -25,9 +24,6 @@ def train(settings: DictConfig) -> float:
         return run(settings)
     except Exception as error:
         told = sentence(error)
-        if HydraConfig.get().mode is RunMode.MULTIRUN:  # goes on, and its table tells which jobs have failed
-            log.error("%s", told or "This job has failed.", exc_info=told is None)
-            return float("inf")  # no optimizer of hyper-parameters stops at it, as it would at nan
         if told is None:
             printed.error("This run has failed.", exc_info=True)  # its traceback is on the screen already
             raise

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from datasets import Dataset, Features, Image, load_dataset
+from datasets import ClassLabel, Dataset, Features, Image, load_dataset
 
 from recipes.data import imagenet
 from recipes.errors import RecipeError
@@ -62,7 +62,7 @@ def digits() -> Images:
     bunch = load_digits()
     pictures = [Picture.fromarray((image / 16 * 255).astype("uint8")) for image in bunch.images]
     images, labels = _divided(pictures), _divided(bunch.target.tolist())
-    features = Features({"image": Image(), "label": _class_label([str(digit) for digit in range(10)])})
+    features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
     splits = {
         split: Dataset.from_dict({"image": images[split], "label": labels[split]}, features=features)
         for split in images
@@ -112,7 +112,7 @@ def local_folder(folder: Path) -> Images:
             f"{places['validation']} has the class {unknown[0]}, which {places['train']} has not.",
             hint="Both splits need the same classes.",
         )
-    features = Features({"image": Image(), "label": _class_label(names)})
+    features = Features({"image": Image(), "label": ClassLabel(names=names)})
     numbers = {name: number for number, name in enumerate(names)}
     splits = {
         split: Dataset.from_dict(
@@ -201,9 +201,3 @@ def hub(name: str) -> Images:
 def _undecoded(splits: Mapping[str, Dataset]) -> dict[str, Dataset]:
     # decoded one by one when they are needed, where the name of one that cannot be read is known
     return {split: rows.cast_column("image", Image(decode=False)) for split, rows in splits.items()}
-
-
-def _class_label(names: list[str]) -> Any:
-    from datasets import ClassLabel
-
-    return ClassLabel(names=names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from datasets import Dataset as Rows
@@ -108,10 +108,6 @@ def _text_only(splits: Mapping[str, Rows], origin: str) -> dict[str, Rows]:
                 f"The {split} split of {origin} has the columns {splits[split].column_names}; 'text' is needed.",
                 hint="Rename the column that holds the text.",
             )
-        if not any(_not_blank(splits[split]["text"])):
+        if not any(row and row.strip() for row in splits[split]["text"]):
             raise RecipeError(f"The {split} split of {origin} is empty.", hint="Check the files' contents.")
     return {split: splits[split].select_columns(["text"]) for split in ("train", "validation")}
-
-
-def _not_blank(rows: Iterable[str | None]) -> Iterable[bool]:
-    return (bool(row and row.strip()) for row in rows)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 
 from lightning_pipe import schedules
+from lightning_pipe.profiling.processes import in_processes
 from lightning_pipe.schedules import Family, Interleaved, InterleavedZeroBubble, ZeroBubble
 from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.bubbles import SCHEMES, value
 from recipes.reproduce.published import published
 from recipes.reproduce.results import Result, Row, near
-from recipes.reproduce.sleeping import Case, bubbles
+from recipes.reproduce.sleeping import Case, measure
 
 BUSY = "measured with processes that sleep: a machine that is busy with something else wakes them late"
 
@@ -33,7 +35,7 @@ def table2(ranks: Sequence[int], unit: float, batches: int) -> Result:
                 forward = {"GEMS": unit / 2, "PipeDream": 2 * unit}.get(scheme, unit)
                 cases.append(Case(family, number, forward, 2 * forward if scheme == "GEMS" else forward, batches))
                 labels.append((scheme, number))
-        found = bubbles(cases, depth)
+        found = in_processes(partial(measure, cases=cases), depth, "cpu", timeout=600)
         rows += [_row(*label, depth, each) for label, each in zip(labels, found, strict=True)]
     return Result.of(rows)
 
@@ -65,7 +67,8 @@ def later(ranks: int, micro_batches: int, unit: float, batches: int, names: Sequ
         names: of the schedules.
     """
     variants = [variant for name in names for variant in schedules.get(name).variants()]
-    found = bubbles([Case(each, micro_batches, unit, 2 * unit, batches) for each in variants], ranks)
+    cases = [Case(each, micro_batches, unit, 2 * unit, batches) for each in variants]
+    found = in_processes(partial(measure, cases=cases), ranks, "cpu", timeout=600)
     return Result.of(list(_later(variants, found, ranks, micro_batches)))
 
 

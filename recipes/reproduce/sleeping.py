@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
-from lightning_pipe.profiling.processes import in_processes
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
 
@@ -103,20 +101,8 @@ class Sleeper(nn.Module):
         return out
 
 
-def bubbles(cases: Sequence[Case], ranks: int, timeout: float = 600) -> list[float]:
-    """The share of the ranks' time in which no layer sleeps, for each case: all of them in the same processes.
-
-    Args:
-        cases: what to measure.
-        ranks: of the pipeline, one process each.
-        timeout: seconds for all of it.
-    """
-    found: list[float] = in_processes(partial(measure, cases=cases), ranks, "cpu", timeout)
-    return found
-
-
 def measure(transport: Transport, cases: Sequence[Case]) -> list[float]:
-    """What every process does."""
+    """The share of the ranks' time in which no layer sleeps, for each case: all of them in the same processes."""
     return [(_flushed if case.family.synchronous else _streamed)(transport, case) for case in cases]
 
 

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
-from recipes import command_line
+from recipes import command_line, train
 from tests.recipes.conftest import ROOT, command, write_text
 from tests.support.process_groups import process_group
 
@@ -88,6 +90,20 @@ def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
     second = summary(further)
     assert second["before"]["val_loss"] == pytest.approx(first["after"]["val_loss"], rel=1e-5)
     assert second["after"]["val_loss"] < second["before"]["val_loss"]
+
+
+def test_a_failed_run_has_its_reason_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(settings: Any) -> float:
+        raise ZeroDivisionError("not foreseen")
+
+    monkeypatch.setattr(train, "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        train.train.__wrapped__(OmegaConf.create())
+    (record,) = [record for record in caplog.records if record.name == "recipes.printed"]
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "not foreseen"
 
 
 @pytest.mark.slow
