@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in experiments.names() if given.name == "all" else [given.name]:
             experiment = experiments.load(name, given.overrides)
             print(f"{name} …", file=sys.stderr, flush=True)
-            outcomes.append((experiment, experiment.reproduce()))
+            outcomes.append((experiment, experiment.reproduce(stored=given.name == "all")))
     except RecipeError as error:
         sys.exit(str(error))
     print(text(outcomes))
@@ -55,10 +55,9 @@ def listing() -> str:
 def write(outcomes: Sequence[Outcome], folder: Path, name: str) -> str:
     """Writes the page and the JSON, and says where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(as_json(outcomes), encoding="utf-8")
-    path = folder / f"{name}.html"
-    about = f"{machine()}. Simulated and counted values do not depend on the machine."
-    path.write_text(page(outcomes, about), encoding="utf-8")
+    path, about = folder / f"{name}.html", machine()
+    path.with_suffix(".json").write_text(as_json(outcomes, about), encoding="utf-8")
+    path.write_text(page(outcomes, f"{about}. Simulated and counted values do not depend on the machine."), "utf-8")
     return f"page {path}, data {folder / f'{name}.json'}"
 
 

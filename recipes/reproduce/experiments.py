@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
@@ -17,6 +18,7 @@ from recipes.reproduce.published import paper
 from recipes.reproduce.results import Result
 
 FOLDER = CONF / "reproduce"
+STORED = Path(__file__).with_name("stored")
 HOW = ("counted", "simulated", "ran here", "not possible here")
 
 
@@ -37,6 +39,7 @@ class Experiment:
     how: str = MISSING  # one of HOW
     set_up: str = MISSING  # in a sentence
     why: str = ""  # of what is not possible here, or is left out
+    long: bool = False  # `all` shows what an earlier run by name has left in recipes/reproduce/stored
     run: Any = None  # the function that makes the rows, with its arguments and tolerances
     name: str = MISSING
 
@@ -45,10 +48,16 @@ class Experiment:
         """Paper and table or figure."""
         return f"{self.source.paper}, {self.source.place}"
 
-    def reproduce(self) -> Result:
-        """The rows and pictures; nothing for what is not possible here."""
+    def reproduce(self, *, stored: bool = False) -> Result:
+        """The rows and pictures; nothing for what is not possible here.
+
+        Args:
+            stored: of what takes long, the rows of an earlier run.
+        """
         if self.run is None:
             return Result.of([])
+        if self.long and stored:
+            return Result.stored(STORED / f"{self.name}.json")
         result: Result = instantiate(self.run, _convert_="all")
         return result
 

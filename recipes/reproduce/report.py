@@ -93,7 +93,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _rows(outcome: Outcome) -> str:
     """The rows of one experiment below its name."""
     (one, result), lines, before = outcome, [], ""
-    title = f"{one.name}: {one.title} ({one.place}; {one.how})"
+    stored = f"; stored result: {result.about}" * bool(result.about)
+    title = f"{one.name}: {one.title} ({one.place}; {one.how}{stored})"
     if not result.rows:
         return f"{title}\n\n{one.how}: {one.why}"
     for row in result.rows:
@@ -115,12 +116,17 @@ def _counts(verdicts: Counter[str]) -> str:
     return ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
 
 
-def as_json(outcomes: Sequence[Outcome]) -> str:
-    """All rows for other programs."""
+def as_json(outcomes: Sequence[Outcome], about: str) -> str:
+    """All rows for other programs.
+
+    Args:
+        outcomes: the experiments.
+        about: machine, date and versions.
+    """
     told = []
     for one, result in outcomes:
         source = {"paper": one.source.paper, "place": one.source.place, "citation": one.citation()}
         rows = [asdict(row) | {"difference": row.difference, "verdict": row.verdict} for row in result.rows]
-        about = {"experiment": one.name, "title": one.title, "source": source, "how": one.how, "set_up": one.set_up}
-        told.append(about | {"why": one.why, "rows": rows})
+        what = {"experiment": one.name, "title": one.title, "source": source, "how": one.how, "set_up": one.set_up}
+        told.append(what | {"why": one.why, "about": result.about or about, "rows": rows})
     return json.dumps(told, indent=2, ensure_ascii=False, default=str) + "\n"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from recipes.errors import RecipeError
@@ -133,11 +135,19 @@ class Result:
 
     rows: tuple[Row, ...]
     pictures: tuple[Picture, ...] = ()
+    about: str = ""  # the machine and the date of a stored one
 
     @classmethod
     def of(cls, rows: Iterable[Row], *pictures: Picture) -> Result:
         """From any rows."""
         return cls(tuple(rows), pictures)
+
+    @classmethod
+    def stored(cls, path: Path) -> Result:
+        """The rows in the JSON of a run by name, with the machine that it ran on."""
+        (told,) = json.loads(path.read_text(encoding="utf-8"))
+        rows = ({field.name: row[field.name] for field in fields(Row)} for row in told["rows"])
+        return cls(tuple(Row(**row) for row in rows), about=told["about"])
 
 
 def shown(value: Value | None) -> str:

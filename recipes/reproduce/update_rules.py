@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipe import schedules
-from lightning_pipe.engine.asynchronous import CallResult
-from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family, PipeDream, PipeDream2BW
-from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.topology import Topology
 from recipes.reproduce.results import Result, Row
-from tests.support.threads import run_threads, thread_world
+from tests.support.thread_runs import stepping, trained
 
 WIDTH, ROWS, RATE, MOMENTUM = 6, 8, 0.1, 0.9
 Batches = Sequence[Tensor]
@@ -76,44 +68,10 @@ def engine(
     batches: Batches, ranks: int, family: Family, micro_batches: int, momentum: float
 ) -> tuple[list[Tensor], list[int]]:
     """The weights after all batches through the engine, and the most versions that each rank has held."""
-    count = ranks * family.stages_per_rank
-    loss_rank = family.build(ranks, 4 * ranks).loss_ranks[0]
-    world = thread_world(Topology.for_schedule(ranks, loss_rank=loss_rank), timeout=timedelta(seconds=60))
-    nets = [network(count) for _ in world]
-
-    def train(transport: Transport) -> tuple[list[Tensor], tuple[int, int]]:
-        net = nets[transport.process]
-        pipeline = Pipeline(net, find_layers(net), [1] * count, family, transport)
-        pipeline.partition()
-        optimizer = torch.optim.SGD(net.parameters(), RATE, momentum)
-        held = [1]
-
-        def step(_: int, part: Tensor) -> Tensor:
-            return loss_of(net, part)
-
-        def take(calls: Iterable[CallResult]) -> None:
-            for call in calls:
-                if call.update:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert pipeline.asynchronous is not None
-                held.append(pipeline.asynchronous.versions.held)
-
-        for number, batch in enumerate(batches):
-            parts = list(batch.tensor_split(micro_batches))
-            given: Any = (step, parts, [1 / micro_batches] * micro_batches)
-            if family.synchronous:
-                pipeline.train(*given, seed=number)
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                take([pipeline.advance(*given, seed=number)])
-        take(pipeline.drain())
-        pipeline.restore()
-        return [p.detach().clone() for p in net.parameters()], (transport.rank, max(held))
-
-    found = run_threads(world, train, timeout=120)
-    return found[0][0], [most for _, most in sorted(held for _, held in found)]
+    parts = [batch.tensor_split(micro_batches) for batch in batches]
+    sgd = lambda net: stepping(torch.optim.SGD(net.parameters(), RATE, momentum))  # noqa: E731
+    _, net, held = trained(network(ranks * family.stages_per_rank), parts, ranks, family, loss_of, sgd)
+    return [parameter.detach() for parameter in net.parameters()], held
 
 
 def farthest(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
@@ -209,25 +167,8 @@ def _norms() -> nn.Sequential:
 
 def _after_a_batch(batch: Tensor, number: int) -> nn.Sequential:
     """On two ranks, with recomputation, which must not count twice."""
-    world = thread_world(Topology(2), timeout=timedelta(seconds=60))
-    nets = [copy.deepcopy(_norms()) for _ in world]
-
-    def train(transport: Transport) -> None:
-        net = nets[transport.process]
-        pipeline = Pipeline(
-            net,
-            find_layers(net),
-            [1, 1],
-            schedules.get("gpipe"),
-            transport,
-            recompute="always",
-            deferred_batch_norm=True,
-        )
-        pipeline.partition()
-        parts = list(batch.tensor_split(number))
-        weights = [len(part) / len(batch) for part in parts]
-        pipeline.train(lambda _, part: net(part).square().mean(), parts, weights)
-        pipeline.restore()
-
-    run_threads(world, train, timeout=60)
-    return nets[0]
+    parts, options = [batch.tensor_split(number)], {"recompute": "always", "deferred_batch_norm": True}
+    loss = lambda net, part: net(part).square().mean()  # noqa: E731
+    net: nn.Sequential
+    _, net, _ = trained(_norms(), parts, 2, schedules.get("gpipe"), loss, lambda net: net.zero_grad, **options)
+    return net

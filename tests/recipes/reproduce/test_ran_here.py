@@ -1,4 +1,4 @@
-"""What runs on the engine, in small: update rules, batch norm, layers that sleep, held activations."""
+"""What runs on the engine, in small: update rules, batch norm, layers that sleep, curves, held activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.topology import Topology
-from recipes.reproduce import ran_bubbles, sleeping
+from recipes import config
+from recipes.reproduce import parity, ran_bubbles, sleeping
 from recipes.reproduce.held_activations import NAMES, count
 from recipes.reproduce.sleeping import Case, measure
 from recipes.reproduce.update_rules import batch_norm, rules
@@ -66,3 +67,27 @@ def test_what_the_engine_holds() -> None:
     families = [schedules.get(name) for name in NAMES.values()]
     found = run_threads(thread_world(Topology(4)), lambda transport: count(transport, families, 8), timeout=60)
     assert found == [[4, 4, 3, 2]] * 4
+
+
+def test_a_pipeline_trains_as_one_device() -> None:
+    small = ["model.width=4", "model.blocks=[1,1,1,1]", "data.batch_size=16"]
+    given = config.composed(["experiment=resnet101_imagenet", "data.source=digits", "optim.lr=1e-3", *small])
+    data = parity.batches(given, 2)
+    alone = {number: parity.train(given, data, parity.MICRO_BATCHED, 2, number) for number in (1, 2)}
+    assert alone[1] == parity.train(given, data, parity.ONE_DEVICE, 2, 1)
+    assert alone[2] != pytest.approx(alone[1], abs=1e-3)  # batch norm treats the halves apart
+    for name, number in {"gpipe": 1, "interleaved": 2, "chimera": 2}.items():
+        assert parity.train(given, data, name, 2, number) == pytest.approx(alone[number], abs=1e-3)
+    assert len(parity.train(given, data, "pipedream", 2, 1)) == 2
+
+
+def test_parity_has_a_row_for_every_run() -> None:
+    ends = {
+        parity.ONE_DEVICE: [[3.0, 2.0]],
+        parity.MICRO_BATCHED: [[3.0, 2.5]],
+        "gpipe": [[3.0, 2.5]],
+        "pipedream": [[3.0, 2.9]],
+    }
+    rows = list(parity._rows("Net", ends, ["gpipe"], "0.01"))
+    assert [row.verdict for row in rows] == ["shown", "shown", "reproduced", "shown"]
+    assert [row.reproduced for row in rows[1:]] == pytest.approx([0.25, 0.0, 0.45])

@@ -198,9 +198,27 @@ def test_text_and_json_say_the_same() -> None:
     told = text(outcomes())
     assert told.endswith("7 rows: 2 not possible here, 1 reproduced, 1 in sample, 1 not reproduced, 1 shown, 1 near")
     assert "| **not reproduced** | the machine of the authors |" in told
-    first = json.loads(as_json(outcomes()))[0]
+    first = json.loads(as_json(outcomes(), "a machine"))[0]
     assert [row["verdict"] for row in first["rows"]][:3] == ["reproduced", "in sample", "not reproduced"]
     assert first["rows"][0]["published"] == "3/7"
+
+
+def test_what_is_stored_is_shown_with_its_machine(tmp_path: Path) -> None:
+    experiment, result = outcomes()[0]
+    result = Result.of(row for row in result.rows if not isinstance(row.published, Fraction))
+    (tmp_path / "a_table.json").write_text(as_json([(experiment, result)], "2026-01-02; a machine"))
+    stored = Result.stored(tmp_path / "a_table.json")
+    assert stored.rows == result.rows
+    assert "simulated; stored result: 2026-01-02; a machine)" in text([(experiment, stored)])
+
+
+def test_all_shows_what_is_stored_of_what_takes_long() -> None:
+    long = {path.stem for path in experiments.FOLDER.glob("*.yaml") if OmegaConf.load(path).get("long")}
+    assert {path.stem for path in experiments.STORED.glob("*.json")} == long
+    for name in long:
+        result = experiments.load(name).reproduce(stored=True)
+        assert result.about
+        assert {row.verdict for row in result.rows} <= {"reproduced", "shown"}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
