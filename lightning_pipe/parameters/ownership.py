@@ -43,7 +43,6 @@ class Ownership:
 
     Attributes:
         users_known: whether a batch of this run has shown who uses the parameters outside the sequence.
-        settled: whether one of this run or of an earlier one has.
         remedy: what messages advise whoever asks for a value of another rank.
         used: the parameters outside the sequence that this rank has used, and with a dot the modules that it has run.
         elsewhere: objects that may keep copies of parameters and buffers.
@@ -63,7 +62,6 @@ class Ownership:
     ) -> None:
         self.rank, self.rank_names = rank, rank_names
         self.users_known = False
-        self.settled: bool = before is not None and before.settled
         self.remedy = IN_HOOKS
         self.elsewhere: Sequence[object] = (module,)
         self.used: set[str] = set() if before is None else before.used
@@ -302,7 +300,7 @@ class Ownership:
         for name, parameter in self._map.outside():
             if name in used and not self.holds(name) and not isinstance(parameter, AbsentTensor):
                 self._release(name, parameter)
-        self.users_known = self.settled = True
+        self.users_known = True
 
     def agree_on_lost(self, gather: Callable[[Any], list[Any]]) -> list[str]:
         """Learn which ranks have lost what the map says they hold, and which still have it.
