@@ -178,6 +178,7 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _uns
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
+run_backward: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

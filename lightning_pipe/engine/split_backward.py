@@ -7,14 +7,16 @@ half goes on from there. Source: Qi et al., Zero Bubble Pipeline Parallelism, ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pipe.torch_internals import run_backward
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -26,6 +28,10 @@ class _Junction:
     node: Node
     leaves: list[Node]
     gradients: Gradients | None = None
+
+    def keep(self, gradients: Gradients) -> None:
+        """Note what arrives at the node."""
+        self.gradients = gradients
 
 
 @dataclass
@@ -40,7 +46,7 @@ class SplitBackward:
     """
 
     results: Sequence[Tensor]
-    gradients: Sequence[Tensor | None]
+    gradients: Sequence[Tensor]
     entry: Tensor | None
     whole: bool
     _junctions: list[_Junction] = field(default_factory=list)
@@ -51,19 +57,17 @@ class SplitBackward:
         if self.entry is None:
             return
         graph = _Graph.of([_node_of(result) for result in self.results], _node_of(self.entry))
-        # A junction runs in both halves, and with it would the user's hooks.
-        self.whole = self.whole or graph.indivisible or any(_has_hooks(junction.node) for junction in graph.junctions)
-        if self.whole:
-            torch.autograd.backward(self.results, self.gradients)
-            return
-        self._junctions = graph.junctions
-        self._apart = [_node_of(result) not in graph.towards_entry for result in self.results]
-        # nothing leads to the input: the second half does all
-        if all(self._apart):
-            return
-        hooks = [junction.node.register_prehook(_keep(junction)) for junction in self._junctions]
+        hooks = [junction.node.register_prehook(junction.keep) for junction in graph.junctions]
         try:
-            torch.autograd.backward(self.results, self.gradients, retain_graph=True, inputs=[self.entry])
+            # A junction runs in both halves, and with it would the user's hooks.
+            self.whole = self.whole or graph.indivisible or any(map(_has_others, graph.junctions, hooks))
+            if self.whole:
+                backward(self.results, self.gradients)
+                return
+            self._junctions = graph.junctions
+            self._apart = [not graph.leads[_node_of(result)] for result in self.results]
+            if not all(self._apart):  # else nothing leads to the input, and the second half does all
+                backward(self.results, self.gradients, retain_graph=True, inputs=[self.entry])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -71,14 +75,14 @@ class SplitBackward:
     def weight_half(self) -> None:
         """Add the gradients of the weights to ``parameter.grad``."""
         if self.entry is None:
-            torch.autograd.backward(self.results, self.gradients)
+            backward(self.results, self.gradients)
             return
         if self.whole:
             return
         # Graphs may be walked several times here; what they hold goes when the whole pass is dropped.
         for result, gradient, apart in zip(self.results, self.gradients, self._apart, strict=True):
             if apart:
-                torch.autograd.backward([result], [gradient], retain_graph=True)
+                backward([result], [gradient], retain_graph=True)
         for junction in self._junctions:
             _finish(junction)
         self._junctions.clear()
@@ -86,66 +90,66 @@ class SplitBackward:
 
 @dataclass
 class _Graph:
-    """What a graph is made of, seen from its results."""
+    """What a graph is made of, seen from its results.
+
+    Args:
+        junctions: where the parts for the two halves meet.
+        leads: for each node whether it leads to the entry.
+        indivisible: whether it has to be walked at once.
+    """
 
     junctions: list[_Junction]
-    towards_entry: set[Node]
+    leads: dict[Node, bool]
     indivisible: bool
 
     @classmethod
     def of(cls, roots: Sequence[Node], entry: Node) -> _Graph:
         """Walk the graph from ``roots``; ``entry`` is the node of the input."""
-        order = _postorder(roots)
-        leads: dict[Node, bool] = {}
-        for node in order:
-            leads[node] = node is entry or any(leads[after] for after, _ in node.next_functions if after is not None)
+        after: dict[Node, list[Node]] = {}
+        leads: dict[Node, bool] = {}  # in the order in which it is known, after all that a node leads to
+        # Without recursion: a graph may be deeper than Python's stack of calls.
+        stack = [*roots]
+        while stack:
+            node = stack[-1]
+            if node not in after:
+                after[node] = [following for following, _ in node.next_functions if following is not None]
+                stack += [following for following in after[node] if following not in after]
+                continue
+            stack.pop()
+            if node not in leads:
+                leads[node] = node is entry or True in [leads[following] for following in after[node]]
         junctions = []
-        for node in order:
-            apart = [after for after, _ in node.next_functions if after is not None and not leads[after]]
-            if leads[node] and apart:
-                leaves = [leaf for leaf in _postorder(apart) if not leaf.next_functions]
-                junctions.append(_Junction(node, leaves))
+        for node, leading in leads.items():
+            apart = [following for following in after[node] if not leads[following]] if leading else []
+            if apart:
+                junctions.append(_Junction(node, _leaves(apart, after)))
         # A junction runs in both halves. The backward of a Function may do more than return gradients: once, then.
         indivisible = any(isinstance(junction.node, BackwardCFunction) for junction in junctions)
         # A reentrant checkpoint runs a backward pass of its own, which torch refuses in the first half (torch 2.13).
-        indivisible = indivisible or any("CheckpointFunction" in node.name() for node in order)
+        indivisible = indivisible or any("CheckpointFunction" in type(node).__name__ for node in leads)
         # Weights that two junctions lead to: asked for by name, autograd would go to them from one by way of the other.
         found = [leaf for junction in junctions for leaf in junction.leaves]
-        indivisible = indivisible or len(found) > len(set(found))
-        return cls(junctions, {node for node in order if leads[node]}, indivisible)
+        return cls(junctions, leads, indivisible or len(found) > len(set(found)))
 
 
-def _postorder(roots: Sequence[Node]) -> list[Node]:
-    """All nodes, every one after those it leads to."""
-    # Without recursion: a graph may be deeper than Python's stack of calls.
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+def _leaves(nodes: Sequence[Node], after: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """Where a graph ends, from some nodes on."""
+    seen: dict[Node, None] = {}
+    stack = [*nodes]
     while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((after, False) for after, _ in node.next_functions if after is not None)
-    return order
+        node = stack.pop()
+        if node not in seen:
+            seen[node] = None
+            stack += after[node]
+    return [node for node in seen if not after[node]]
 
 
-def _has_hooks(node: Node) -> bool:
-    """Whether the user has registered hooks on a node. All of one kind are in one dictionary, which a handle knows."""
-    handles = node.register_prehook(lambda gradients: None), node.register_hook(lambda gradients, arrived: None)
-    dictionaries = [handle.hooks_dict_ref() for handle in handles]
-    for handle in handles:
-        handle.remove()
-    return any(dictionaries)
-
-
-def _keep(junction: _Junction) -> Any:
-    def hook(gradients: Gradients) -> None:
-        junction.gradients = gradients
-
-    return hook
+def _has_others(junction: _Junction, hook: RemovableHandle) -> bool:
+    """Whether the user has hooks beside ``hook``. All of one kind are in one dictionary, which a handle knows."""
+    behind = junction.node.register_hook(lambda gradients, arrived: None)
+    others = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in (hook, behind))
+    behind.remove()
+    return others
 
 
 def _finish(junction: _Junction) -> None:
@@ -157,7 +161,19 @@ def _finish(junction: _Junction) -> None:
     if weights:
         edges = [GradientEdge(junction.node, i) for i, g in enumerate(junction.gradients) if g is not None]
         arrived = [gradient for gradient in junction.gradients if gradient is not None]
-        torch.autograd.backward(edges, arrived, retain_graph=True, inputs=weights)
+        backward(edges, arrived, retain_graph=True, inputs=weights)
+
+
+def backward(
+    results: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    *,
+    retain_graph: bool = False,
+    inputs: Sequence[Tensor] = (),
+) -> None:
+    """``torch.autograd.backward`` of what is known to fit: its checks take as long as a small layer's own pass."""
+    arguments = tuple(results), tuple(gradients), retain_graph, False, tuple(inputs)
+    run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
 
 
 def _node_of(tensor: Tensor) -> Node:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
-from lightning_pipe.engine.split_backward import SplitBackward
+from lightning_pipe.engine.split_backward import SplitBackward, backward
 from lightning_pipe.errors import ConfigurationError, CutError, PipeError
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
@@ -236,7 +236,7 @@ class Stages:
         # Nothing to start from: no later stage used what left here, or nothing of it is trained.
         if results:
             with _telling(saved):
-                torch.autograd.backward(results, arrived)
+                backward(results, arrived)
         returned = saved.returned()
         saved.release()
         return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
@@ -289,17 +289,17 @@ def _path(calls: Sequence[CallRecord] | None) -> list[CallRecord] | None:
     return None if calls is None else [call._replace(changing=()) for call in calls]
 
 
-def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Where a backward pass begins: tensors and their gradients."""
-    if saved.loss is not None:
-        return ([saved.loss], [None]) if saved.loss.requires_grad else ([], [])
+    if (loss := saved.loss) is not None:
+        return ([loss], [torch.ones_like(loss)]) if loss.requires_grad else ([], [])
     wanted = [number for number in saved.outbound if number in gradients]
     results, arrived = [saved.outbound[n] for n in wanted], [gradients[n] for n in wanted]
     if saved.whole and len(results) == 1:
         # Hooks of several tensors ask which nodes run, and the engine forgets a single one to start from (torch 2.13).
         leaf = torch.zeros((), requires_grad=True)
         return [*results, leaf], [*arrived, torch.zeros_like(leaf)]
-    return results, arrived  # type: ignore[return-value]
+    return results, arrived
 
 
 def loss_of(result: Any) -> Tensor:
@@ -319,6 +319,7 @@ def loss_of(result: Any) -> Tensor:
             f"The training step returned {type(result).__name__} without a loss tensor.",
             hint="Return the loss, or a dictionary with the key 'loss'.",
         )
-    if loss.numel() != 1:
-        raise ConfigurationError(f"The loss must be a single number, not a tensor of shape {tuple(loss.shape)}.")
+    if loss.numel() != 1 or loss.is_complex():
+        what = f"{loss.dtype} tensor of shape {tuple(loss.shape)}"
+        raise ConfigurationError(f"The loss must be a single real number, not a {what}.")
     return loss.reshape(()) if loss.ndim else loss

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.engine.stage import Saved
+from lightning_pipe.engine.stage import Saved, loss_of
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.crossing import Returned
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.single_process import SingleProcess
@@ -54,3 +56,9 @@ def test_a_backward_pass_frees_its_graph_itself(monkeypatch: Any) -> None:
     monkeypatch.setattr(stages, "backward", noting)
     pipeline.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 3)
     assert left == [(0, None)] * 6
+
+
+@pytest.mark.parametrize("loss", [torch.zeros(2), torch.zeros((), dtype=torch.complex64)])
+def test_a_loss_is_one_real_number(loss: Tensor) -> None:
+    with pytest.raises(ConfigurationError, match="must be a single real number, not a torch"):
+        loss_of(loss)

@@ -17,9 +17,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.autograd_graph import edge_of, nodes_behind
 from lightning_pipe.intercept.incoming import Entry
 from lightning_pipe.intercept.torch_patches.patch import Patch
-
-# Behind ``torch.autograd.grad`` and every ``backward`` (torch 2.13).
-_original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+from lightning_pipe.torch_internals import run_backward
 
 
 def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +43,7 @@ def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs
                 hint="Take the derivative by a tensor that is made on the stage that uses it, inside one layer for "
                 "instance (x = x.detach().requires_grad_()), or use one stage.",
             )
-    return _original(outputs, *args, **kwargs)
+    return run_backward(outputs, *args, **kwargs)
 
 
 INNER_BACKWARD = Patch((torch.autograd, "_engine_run_backward", _run_backward))
