@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ def of_batch(
     micro_batches: MicroBatches,
     withheld: WithheldGradients,
     device: torch.device,
-    unclear: Callable[[str], None] = lambda path: None,
 ) -> Any:
     """What the step returns for a batch: the loss, whose backward pass returns the gradients, or a dictionary with it.
 
@@ -44,7 +43,6 @@ def of_batch(
         micro_batches: the batch.
         withheld: the gradients that are due now.
         device: where the loss belongs.
-        unclear: called with the place of what becomes a list; see `join`.
     """
     values = [outputs[index] for index in sorted(outputs)]
     losses = [*map(loss_of, values)]
@@ -56,7 +54,7 @@ def of_batch(
         return loss
     # everything but the loss, which alone leads to the gradients
     others = {i: {k: v for k, v in value.items() if k != "loss"} for i, value in enumerate(values)}
-    return {**join(others, micro_batches.sizes, micro_batches.shares, unclear), "loss": loss}
+    return {**join(others, micro_batches.sizes, micro_batches.shares), "loss": loss}
 
 
 def to_host(values: Sequence[Tensor | None]) -> list[float]:

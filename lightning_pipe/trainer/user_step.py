@@ -208,15 +208,6 @@ class UserStep:
         if training:
             trainer.strategy.processes.signals.told = told
 
-    def warn_of_list(self, place: str) -> None:
-        """Warn about an output that hooks get as a list."""
-        self._warn(
-            f"list {place}",
-            f"training_step returns outputs{place}, of which it is not known how the values of micro-batches make that "
-            "of the batch: on_train_batch_end gets a list with one entry for each micro-batch. Known are tensors and "
-            "lists with one entry for each sample, means over samples, and what is the same for all.",
-        )
-
     def warn_of_windows(self, micro_batches: int) -> None:
         """Warn about metrics over the last updates, of which a batch now makes several."""
         if micro_batches > 1 and self.metrics.windows:
@@ -339,7 +330,7 @@ class StepOfBatch:
         """
         common = self._user_step
         device = common.pipeline.transport.device
-        return of_batch(outputs, self.micro_batches, withheld, device, common.warn_of_list)
+        return of_batch(outputs, self.micro_batches, withheld, device)
 
     def report(self, outputs: dict[int, Any], changes: list[Change]) -> StepReport:
         """What this rank, which has the last stage, reports to the others.
