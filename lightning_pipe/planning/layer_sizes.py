@@ -65,8 +65,8 @@ def of_module(profile: CostProfile, module: CostProfile) -> CostProfile:
     return replace(profile, layers=module.layers, tied=module.tied)
 
 
-def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProfile:
-    """A profile from parameters alone: two FLOP for each parameter and position forward, twice as many backward.
+def estimated(module: nn.Module, layers: Layers) -> CostProfile:
+    """A profile from parameters alone: two FLOP for each parameter forward, twice as many backward.
 
     Right for matrix products, which is most of a transformer; an embedding's rows are looked up, so parameters of
     modules outside the layers count for memory alone. Activations are not known, and taken for none.
@@ -74,10 +74,9 @@ def estimated(module: nn.Module, layers: Layers, positions: int = 1) -> CostProf
     Args:
         module: the module; its parameters may be without values.
         layers: its layer sequence.
-        positions: of a sample that each parameter is used for, such as the tokens of a sequence.
     """
     own: Sequence[int] = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
-    forward = tuple(2.0 * number * positions / _FLOPS for number in own)
+    forward = tuple(2.0 * number / _FLOPS for number in own)
     backward = tuple(2 * each for each in forward)
     none = (0.0,) * len(layers)
     costs = SizeCosts(forward, backward, tuple(each / 2 for each in backward), none, none)

@@ -18,7 +18,7 @@ from lightning_pipe.planning.cost_profile import MOMENTS, CostProfile
 from lightning_pipe.planning.division import Factors, factors
 from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.simulate import Costs, Memory, peak, simulate
+from lightning_pipe.simulate import Costs, Link, Memory, peak, simulate
 from lightning_pipe.simulate.memory import held_by
 from lightning_pipe.text import several
 
@@ -162,7 +162,8 @@ class Predictor:
 
         schedule, tied = self.schedule(one, one.ranks), self._tied_sums(one, layers)
         costs = self.costs(one, layers, schedule)
-        updates = update_seconds(self.profile, layers, copies_of(one, schedule), one.shard_optimizer)
+        unshared = replace(self.profile, all_reduce=Link())
+        updates = stage_costs(unshared, layers, one.samples, copies_of(one, schedule), one.shard_optimizer).step
         alone = {"reduce": 0, "step": updates}
         whole, unreduced, local = self._passed(one), without(**alone), without(**alone, send=0)
         sums = [costs.forward, costs.backward, costs.backward_input, costs.backward_weight, updates]
@@ -278,7 +279,8 @@ def stage_costs(
         for each, number in zip(weights, copies, strict=True)
     ]
     reduce, shares = zip(*together, strict=True)
-    updates = update_seconds(profile, layers, copies, shard_optimizer)
+    held = [each.divided(number, shard_optimizer) for each, number in zip(weights, copies, strict=True)]
+    updates = [profile.step_per_byte * each.optimizer / MOMENTS for each in held]
     forward = sums(at.forward, at.stage_forward + profile.overhead)
     backward = sums(at.backward, at.stage_backward + profile.overhead)
     beside_half = at.stage_backward / 2 + profile.overhead
@@ -293,15 +295,6 @@ def stage_costs(
         reduce=reduce,
         step=[update + share for update, share in zip(updates, shares, strict=True)],
     )
-
-
-def update_seconds(
-    profile: CostProfile, layers: Sequence[int], copies: Sequence[int], shard_optimizer: Sharding
-) -> list[float]:
-    """Seconds in which a rank updates its parameters of every stage: all of them, or its share. Arguments as above."""
-    weights = _weights(profile, list(pairwise(accumulate(layers, initial=0))))
-    held = [each.divided(number, shard_optimizer) for each, number in zip(weights, copies, strict=True)]
-    return [profile.step_per_byte * each.optimizer / MOMENTS for each in held]
 
 
 def _together(profile: CostProfile, size: float, copies: int, shard_optimizer: Sharding) -> tuple[float, float]:

@@ -42,18 +42,6 @@ class _InOrder(Family):
         return [[Action(kind, 0, number) for number in range(micro_batches) for kind in (Kind.FORWARD, *back)]]
 
 
-class Measured(NamedTuple):
-    """One size of micro-batches.
-
-    Args:
-        costs: what the layers cost.
-        overhead: seconds of the engine per compute action.
-    """
-
-    costs: SizeCosts
-    overhead: float
-
-
 class _Times(NamedTuple):
     """Per action ``(kind, stage)``, so that they add up to a batch; and per batch what passes besides the actions."""
 
@@ -68,7 +56,7 @@ def measure_layers(
     part: Any,
     device: torch.device,
     rounds: int,
-) -> Measured:
+) -> tuple[SizeCosts, float]:
     """Measure on one rank how long each layer takes as a stage of its own, and all layers as one stage.
 
     With t_i the time of layer i as a stage and T that of all as one, each stage costs o = (sum of t_i - T) / (L - 1)
@@ -82,6 +70,9 @@ def measure_layers(
         part: a micro-batch.
         device: where to measure.
         rounds: batches; medians count.
+
+    Returns:
+        What the layers cost, and the seconds of the engine for each compute action.
     """
     own = copy.deepcopy(module).to(device)
     layers = find_layers(own, paths)
@@ -117,7 +108,7 @@ def measure_layers(
         per_stage[Kind.BACKWARD],
         (0.0, *towards_input),
     )
-    return Measured(costs, overhead)
+    return costs, overhead
 
 
 def _pipeline(

@@ -55,9 +55,9 @@ def measure_profile(
     for size in sizes:
         transport.barrier()
         with unheard(_LOGGED):
-            measured = measure_layers(module, layers, step or default_step, first(batch, size), place, rounds)
-        found[size] = measured.costs
-        overheads.append(measured.overhead)
+            part = first(batch, size)
+            found[size], overhead = measure_layers(module, layers, step or default_step, part, place, rounds)
+        overheads.append(overhead)
     own = replace(
         without_times(module, find_layers(module, layers)),
         sizes=found,

@@ -156,7 +156,7 @@ def _costs(transport: Transport, size: int) -> tuple[Costs, float]:
 
 
 def _passes(net: nn.Module, part: torch.Tensor) -> SizeCosts:
-    return measure_layers(net, ["0"], _loss, part, torch.device("cpu"), rounds=3).costs
+    return measure_layers(net, ["0"], _loss, part, torch.device("cpu"), rounds=3)[0]
 
 
 def _network(stages: int, size: int) -> nn.Sequential:
