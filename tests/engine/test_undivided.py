@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.intercept.absent_tensor import exchange, is_absent
 from lightning_pipe.partition.choice import choose
 from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
@@ -120,3 +120,41 @@ def test_a_look_puts_back_parameters_however_they_were_written(way: str) -> None
     undivided.look(pipeline, module.step, torch.randn(5, 3), training=True, seed=0)
     assert module.average is average
     assert not average.any()
+
+
+class Wrapper(nn.Module):
+    """Keeps what a hook sees of a part, as those do that take features of a backbone."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head, self.seen = backbone, nn.Linear(4, 2), torch.empty(0)
+        backbone[0].register_forward_hook(self.hook)  # type: ignore[index]
+
+    def hook(self, part: nn.Module, args: object, output: Tensor) -> None:
+        self.seen = self.head(output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.backbone(x)
+        return self.seen
+
+
+class Siamese(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        backbone = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+        self.net = nn.ModuleDict({"one": Wrapper(backbone), "other": Wrapper(backbone)})
+
+    def step(self, _: int, x: Tensor) -> Tensor:
+        one = self.net["one"](x)
+        with torch.no_grad():
+            other = self.net["other"](2 * x)
+        return (one - other - self.net["one"](3 * x)).square().mean()
+
+
+@pytest.mark.usefixtures("float64")
+def test_nothing_is_left_of_the_graph_of_a_look() -> None:
+    module = Siamese()
+    pipeline = Pipeline(module, [], [0, 0], schedules.get("1f1b"), SingleProcess())
+    undivided.look(pipeline, module.step, torch.randn(5, 3), training=True, seed=0)
+    for parameter in module.parameters():
+        exchange(parameter, nn.Parameter(torch.zeros_like(parameter)))  # raises where a graph refers to it

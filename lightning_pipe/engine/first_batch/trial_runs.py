@@ -53,6 +53,7 @@ def put_back(stages: Stages) -> Iterator[None]:
     finally:
         for each in kept:
             each.undo()
+        stages.interceptor.state.set_by_run = {}  # a graph in it would refer to parameters, which may be freed next
 
 
 @contextmanager
