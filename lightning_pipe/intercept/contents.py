@@ -47,11 +47,20 @@ def attribute_of(change: Change) -> str:
 
 def owner_of(change: Change, module: nn.Module) -> Any:
     """The list, dictionary or object in a module that has changed; ``None``: an attribute has another value."""
-    steps = change.path[1:] if change.kind == "fill" else change.path[1:-1]
-    owner: Any = module
-    for kind, key in steps:
-        owner = owner[key] if kind == "item" else attributes_of(owner)[key]
+    owner = at(module, change.path[1:] if change.kind == "fill" else change.path[1:-1])
     return None if owner is module or owner is module._buffers else owner
+
+
+def at(owner: Any, steps: Path) -> Any:
+    """What is at the end of the path that begins at an object."""
+    for kind, key in steps:
+        owner = items_of(owner, kind)[key]
+    return owner
+
+
+def items_of(owner: Any, kind: str) -> Any:
+    """Where an object has what a step of a path leads to: in itself, or in its attributes."""
+    return owner if kind == "item" else attributes_of(owner)
 
 
 class _Kept(NamedTuple):
@@ -142,7 +151,9 @@ class _Mapping(Node):
 
 
 class Attributes(_Mapping):
-    """The attributes of a module or another object, which keeps them in a dictionary or in slots."""
+    """The attributes of a module or another object."""
+
+    kind = "attribute"
 
     def __init__(
         self,
@@ -152,7 +163,6 @@ class Attributes(_Mapping):
         only: Container[str] | None = None,
     ) -> None:
         self.skipped, self.only = skipped, only
-        self.kind = "attribute" if hasattr(owner, "__dict__") else "slot"
         super().__init__(owner, seen)
 
     @override

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.kept_state import Place, content_of, has_content
+from lightning_pipe.intercept.kept_state import Place, has_content
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
+from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active, tree_leaves
 
@@ -209,7 +210,7 @@ def _inside(leaf: Any) -> Iterable[Any] | None:
         return itertools.chain.from_iterable(leaf.items())
     if isinstance(leaf, nn.Module) or not has_content(leaf):
         return None
-    return itertools.chain.from_iterable(content_of(leaf).items())
+    return itertools.chain.from_iterable(attributes_of(leaf).items())
 
 
 def _values(tensor: Tensor) -> int:

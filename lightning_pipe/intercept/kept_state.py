@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.objects import is_opaque
-from lightning_pipe.intercept.slot_items import SlotItems
+from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.intercept.user_classes import is_users
@@ -33,11 +33,6 @@ def has_content(value: Any) -> bool:
     """Whether a value is an object with attributes, or slots, of a class of the user's."""
     kind: Any = type(value)
     return not callable(value) and kind.__module__ != "builtins" and is_users(kind)
-
-
-def content_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object."""
-    return {**(vars(value) if hasattr(value, "__dict__") else {}), **SlotItems(value)}
 
 
 def is_data(name: str) -> bool:
@@ -87,7 +82,7 @@ def _equal(one: Any, other: Any, seen: set[int]) -> bool:
         with DisableTorchFunction(), torch.no_grad():
             return one.shape == other.shape and same_values(one.cpu() if isinstance(one, Tensor) else one, other)
     if has_content(one):
-        one, other = content_of(one), content_of(other)
+        one, other = dict(attributes_of(one)), dict(attributes_of(other))
     if not isinstance(one, (list, tuple, deque, dict)):
         return bool(one == other or (one != one and other != other))
     seen.add(id(one))

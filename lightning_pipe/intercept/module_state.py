@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.contents import Change, at, items_of
 from lightning_pipe.intercept.held_by_graphs import let_go
 from lightning_pipe.intercept.interceptor import outside_modules
-from lightning_pipe.intercept.slot_items import SlotItems
 from lightning_pipe.intercept.snapshot import Snapshot, is_compared
 
 _CONTAINERS = (list, dict)
@@ -83,10 +82,7 @@ class Tracked:
             changes: what `Snapshot.changes` returned there.
         """
         for change in changes:
-            owner: Any = self.modules[change.path[0]]
-            for step in change.path[1:-1]:
-                owner = _get(owner, *step)
-            _apply(owner, change)
+            _apply(at(self.modules[change.path[0]], change.path[1:-1]), change)
 
 
 def _entries(attributes: dict[str, Any], others: Container[type]) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -144,18 +140,9 @@ def name_of(change: Change) -> str:
     return ".".join([*([module] if module else []), *(str(key) for _, key in steps if key not in (None, "_buffers"))])
 
 
-def _get(owner: Any, kind: str, key: Any) -> Any:
-    return _items(owner, kind)[key]
-
-
-def _items(owner: Any, kind: str) -> Any:
-    """What holds attributes, the items of a container or the values in slots."""
-    return vars(owner) if kind == "attribute" else SlotItems(owner) if kind == "slot" else owner
-
-
 def _apply(owner: Any, change: Change) -> None:
     kind, key = change.path[-1]
-    target = _items(owner, kind)
+    target = items_of(owner, kind)
     if change.kind == "append":
         target.extend(change.value)
     elif change.kind == "delete":

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.kept_state import content_of, is_data, is_own, is_state
+from lightning_pipe.intercept.kept_state import is_data, is_own, is_state
+from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.user_classes import is_users
 
 _LARGE = 4096
@@ -148,7 +149,7 @@ def inside(value: Any) -> list[Any]:
     if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         return [] if _is_large(value) else [*(value.values() if isinstance(value, dict) else value)]
     kind: Any = type(value)
-    return [] if callable(value) or not is_users(kind) else [*content_of(value).values()]
+    return [] if callable(value) or not is_users(kind) else [*attributes_of(value).values()]
 
 
 def _bound(value: Any) -> list[Any]:

@@ -1,37 +1,53 @@
-"""The attributes of objects that have slots in the place of a dictionary."""
+"""The attributes of an object, wherever it keeps them: in a dictionary, in slots, or in both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from functools import cache
 from typing import Any
 
 
 class SlotItems(MutableMapping[str, Any]):
-    """The attributes of an object that keeps them in slots, as a mapping."""
+    """The attributes of an object that has slots, as a mapping."""
 
     def __init__(self, owner: Any) -> None:
-        self._owner = owner
+        kind: Any = type(owner)
+        self._owner, self._slots = owner, _slots(kind)
+        self._others: dict[str, Any] = getattr(owner, "__dict__", {})
 
     def __getitem__(self, name: str) -> Any:
-        if not hasattr(self._owner, name):
-            raise KeyError(name)
-        return getattr(self._owner, name)
+        if name in self._slots and hasattr(self._owner, name):
+            return getattr(self._owner, name)
+        return self._others[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
+        if name in self._slots:
+            object.__setattr__(self._owner, name, value)
+        else:
+            self._others[name] = value
 
     def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
+        if name in self._slots:
+            object.__delattr__(self._owner, name)
+        else:
+            del self._others[name]
 
     def __iter__(self) -> Iterator[str]:
-        slots = (getattr(kind, "__slots__", ()) for kind in type(self._owner).__mro__)
-        names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
-        return (name for name in names if name[:2] != "__" and hasattr(self._owner, name))  # __weakref__ is one, too
+        yield from self._others
+        yield from (name for name in self._slots if hasattr(self._owner, name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 def attributes_of(owner: Any) -> MutableMapping[str, Any]:
-    """The attributes that an object keeps in a dictionary, or else in slots."""
-    return vars(owner) if hasattr(owner, "__dict__") else SlotItems(owner)
+    """The attributes of an object."""
+    kind: Any = type(owner)
+    return SlotItems(owner) if _slots(kind) or not hasattr(owner, "__dict__") else vars(owner)
+
+
+@cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = (name for each in found for name in ((each,) if isinstance(each, str) else each))
+    return tuple(dict.fromkeys(name for name in names if name[:2] != "__"))  # __weakref__ is one, too

@@ -1,10 +1,10 @@
-"""The attributes of an object with slots, as a mapping."""
+"""The attributes of an object with slots, as a mapping; with a dictionary, too, they are one."""
 
 from __future__ import annotations
 
 import pytest
 
-from lightning_pipe.intercept.slot_items import SlotItems
+from lightning_pipe.intercept.slot_items import SlotItems, attributes_of
 
 
 class Named:
@@ -20,6 +20,22 @@ class Numbered(Named):
     def __init__(self) -> None:
         super().__init__()
         self.number = 1
+
+
+class Open(Named):
+    """Has a dictionary besides."""
+
+
+def test_slots_and_others_are_attributes_alike() -> None:
+    thing = Open()
+    thing.count = 1
+    attributes = attributes_of(thing)
+    assert dict(attributes) == {"count": 1, "name": "x"}
+    attributes.update(name="y", count=2, late=3)
+    assert (thing.name, thing.count, thing.late) == ("y", 2, 3)
+    attributes.clear()
+    assert vars(thing) == {}
+    assert not hasattr(thing, "name")
 
 
 def test_slots_of_all_classes_are_items() -> None:
