@@ -317,16 +317,15 @@ def _unknown(func: Callable[..., Any], args: Any, kwargs: Any, origin: Origin) -
     return tree_map(lambda leaf: _like(leaf, leaf, origin) if isinstance(leaf, Placeholder) else leaf, result)
 
 
-def check_values(tensors: Iterable[Tensor], what: str) -> None:
+def check_value(tensor: Tensor, what: str) -> None:
     """Raise where a step uses what has no value on this rank; it would come out as NaN.
 
     Args:
-        tensors: what is used.
+        tensor: what is used.
         what: the use, as a message begins.
 
     Raises:
-        CutError: one of them is absent, or comes from what is.
+        CutError: it is absent, or comes from what is.
     """
-    for tensor in tensors:
-        if type(tensor) is not Tensor and isinstance(tensor, AbsentTensor):
-            raise tensor.origin.error(f"{what} needs a value that is not here", hint=_IN_STEPS)
+    if isinstance(tensor, AbsentTensor):
+        raise tensor.origin.error(f"{what} needs a value that is not here", hint=_IN_STEPS)

@@ -38,7 +38,11 @@ class InPlace:
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
         """What a call is given, to find out with `changed` what it did to it."""
-        return [(tensor, state_of(tensor, self._numbers.derived), self.behind(tensor)) for tensor in tensors]
+        derived = self._numbers.derived
+        return [
+            (tensor, state_of(tensor, derived), () if tensor._base is None else self.behind(tensor))  # mostly none
+            for tensor in tensors
+        ]
 
     def changed(self, noted: Sequence[Noted], name: str) -> list[Noted]:
         """Which of them the call of ``name`` has changed."""

@@ -91,12 +91,12 @@ def _showing(
         calls.tracker.calls.append(_describe(calls.tracker, name, (path, number), given, arguments))
         calls.tracker.digest.call(f"{name}.{path}", ())
         # What a hook does counts as code outside layers: stages that skip the layer let it do the same.
-        calls.inside = False
+        calls.surroundings.inside = False
         try:
             with _acting(calls.tracker, calls.surroundings):
                 return hook(part, *given)
         finally:
-            calls.inside = True
+            calls.surroundings.inside = True
 
     return showing
 

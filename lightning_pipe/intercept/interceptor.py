@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from itertools import chain
 from typing import Any
 
@@ -93,7 +93,7 @@ class Interceptor:
     @property
     def in_module(self) -> bool:
         """Whether a layer or an outside module runs now, in a step."""
-        return self.run is not None and self.run.inside
+        return self.run is not None and self.run.surroundings.inside
 
     @contextmanager
     def installed(self, *, caches: bool = False) -> Iterator[None]:
@@ -119,11 +119,11 @@ class Interceptor:
         """What stands in modules while steps run, each in place before the next is asked for."""
         self._hides_compiled = False
         for number, layer in enumerate(self.layers):
-            yield layer, "forward", self._wrapper(number, layer, self._layer_wrapper)
+            yield layer, "forward", self._wrapper(number, layer)
             if is_compiled(layer):
                 yield self._hidden(layer)
         for position, (name, outside) in enumerate(self._outside):
-            yield outside, "forward", self._wrapper(-2 - position, outside, partial(self._module_wrapper, name))
+            yield outside, "forward", self._wrapper(-2 - position, outside, name)
             if is_compiled(outside):
                 yield self._hidden(outside)
         for encoder in self._encoders:
@@ -131,19 +131,27 @@ class Interceptor:
             if is_compiled(encoder):
                 yield self._hidden(encoder)
 
-    def _wrapper(
-        self, key: int, module: nn.Module, make: Callable[[int, nn.Module], Callable[..., Any]]
-    ) -> Callable[..., Any]:
-        """What stands in the place of a module's forward."""
+    def _wrapper(self, key: int, module: nn.Module, outside: str | None = None) -> Callable[..., Any]:
+        """What stands in the place of a module's forward; ``outside`` is the name of one that is no layer."""
         # The wrapper is made once, for speed; what it calls is asked for anew, since forwards may be replaced.
-        wrapper = self._wrappers.get(key)
-        if wrapper is None:
-            # with its names and signature: Hugging Face's generate() asks what a model's forward takes (5.23)
-            made = update_wrapper(make(key, module), module.forward, updated=())
-            wrapper = self._wrappers[key] = interrupting(made)
-        if vars(module).get("forward") is not wrapper:  # it is when wrappers are put on within themselves
+        if vars(module).get("forward") is not self._wrappers.get(key, self):  # it is when wrappers are put on again
             self._forwards[key] = own_forward(module)
-        return self._wrappers[key]
+        if key in self._wrappers:
+            return self._wrappers[key]
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            run, forward = self.run, self._forwards[key]
+            if run is None:
+                return run_again(forward, args, kwargs)
+            if run.surroundings.inside:
+                return forward(*args, **kwargs)
+            if outside is None:
+                return run.call_layer(key, module, forward, args, kwargs)
+            return run.call_module(outside, key, module, forward, args, kwargs)
+
+        # with its names and signature: Hugging Face's generate() asks what a model's forward takes (5.23)
+        made = self._wrappers[key] = interrupting(update_wrapper(wrapper, module.forward, updated=()))
+        return made
 
     def _hidden(self, module: nn.Module) -> tuple[nn.Module, str, None]:
         """What hides that a module is compiled: the wrapper calls what is."""
@@ -166,28 +174,6 @@ class Interceptor:
                 return run.run(step)
         finally:
             self.run = None
-
-    def _layer_wrapper(self, number: int, layer: nn.Module) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            run, forward = self.run, self._forwards[number]
-            if run is None:
-                return run_again(forward, args, kwargs)
-            if run.inside:
-                return forward(*args, **kwargs)
-            return run.call_layer(number, layer, forward, args, kwargs)
-
-        return wrapper
-
-    def _module_wrapper(self, name: str, key: int, module: nn.Module) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            run, forward = self.run, self._forwards[key]
-            if run is None:
-                return run_again(forward, args, kwargs)
-            if run.inside:
-                return forward(*args, **kwargs)
-            return run.call_module(name, key, module, forward, args, kwargs)
-
-        return wrapper
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

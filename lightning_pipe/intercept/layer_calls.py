@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.absent_tensor import check_values
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
@@ -27,6 +26,10 @@ from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import SkipKey, StepStore
 from lightning_pipe.torch_internals import graph_nodes, tree_leaves
+
+if TYPE_CHECKING:
+    from lightning_pipe.intercept.stage_run import StageRun
+    from lightning_pipe.intercept.turns.run import TurnRun
 
 Stashed = Mapping[SkipKey, Tensor | None]
 
@@ -85,7 +88,6 @@ class LayerCalls:
     Attributes:
         surroundings: those of the run.
         cache: as given.
-        inside: whether a layer or outside module runs now.
         ran: those that have run.
         routed: the numbers of tensors that go to another stage than the next, with that stage.
     """
@@ -101,7 +103,7 @@ class LayerCalls:
         *,
         objects: bool = False,
     ) -> None:
-        self.tracker, self.inside, self.routed = tracker, False, dict[int, int]()
+        self.tracker, self.routed = tracker, dict[int, int]()
         self.ran: list[nn.Module] = []
         self._stage, self._others, self._objects = stage, not stage.all, objects
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
@@ -118,13 +120,12 @@ class LayerCalls:
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
         arguments = given if plain else tree_leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-        self.inside = True  # what a layer calls, other layers too, belongs to it
+        self.surroundings.inside = True  # what a layer calls, other layers too, belongs to it
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
         try:
             with tracker.paused(), self.surroundings.stream(key):
                 tracker.touch(tensors, name)
-                check_values(tensors, f"'{name}'")
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
                 tracker.digest.call(name, arguments, module)
@@ -155,13 +156,12 @@ class LayerCalls:
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
                 call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch)
-                call = self._noted(name, module, watch, call, referred)
-                tracker.calls.append(call)
+                tracker.calls.append(self._noted(name, module, watch, call, referred) if self._others else call)
                 if watch is not None and any(each.object is not None for each in call.effects):
                     objects = self._kept.setdefault(name, WeakValueDictionary())
                     objects.update(watch.kept_objects(call.effects, arguments))
         finally:
-            self.inside, self._running, self._watch = False, None, None
+            self.surroundings.inside, self._running, self._watch = False, None, None
         return result
 
     def _noted(
@@ -175,7 +175,7 @@ class LayerCalls:
         if referred is not None:
             now = self.tracker.digest.referred(self.cache.referred(name, module))
             elsewhere |= {each: None for each in now if each[0].startswith("<") and now[each] != referred.get(each)}
-        if self._others and (changing := (*self.cache.state.kept(module), *elsewhere)):
+        if changing := (*self.cache.state.kept(module), *elsewhere):
             call = call._replace(changing=changing)
         if referred is not None:
             self.tracker.digest.refer(referred, call.changing)
@@ -185,15 +185,20 @@ class LayerCalls:
         """Whether a part of a layer or an outside module has run."""
         return any(each is part for module in self.ran for each in module.modules())
 
-    def setting(self, part: nn.Module, name: str, value: Any) -> None:
-        """The layer or module that runs now is about to set an attribute of a module.
+    def setting(self, run: StageRun | TurnRun, part: nn.Module, name: str, value: Any) -> None:
+        """The step's own code, or the layer or module that runs now, is about to set an attribute of a module.
 
         A module that has set nothing in its first calls is not searched any more: it is now, while all is as it was.
 
         Raises:
-            CutError: of another module than its own parts.
+            CutError: the module that runs sets it in another one than its own parts; or see `LayerState.setting`.
         """
         state = self.cache.state
+        if not state.counts(part, name, value):
+            return
+        if not self.surroundings.inside:
+            state.setting(run, part, name, value)
+            return
         if self._running is None or vars(part).get(name) is value:
             return
         running, module = self._running

@@ -63,7 +63,7 @@ class _Isolated:
     def __enter__(self) -> None:
         streams, seed = self._streams, self._seed
         with _ONE_AT_A_TIME:
-            self._states = [generator.get_state() for generator in streams.generators]
+            self._states = list(map(torch.Generator.get_state, streams.generators))
             for generator in streams.generators:
                 generator.manual_seed(seed)
         if self._call in streams.quiet:
@@ -75,7 +75,8 @@ class _Isolated:
 
     def __exit__(self, *_: object) -> None:
         streams = self._streams
-        streams.note_draws(self._seed)
+        if streams.asked:
+            streams.note_draws(self._seed)
         with _ONE_AT_A_TIME:
             for generator, state in zip(streams.generators, self._states, strict=True):
                 generator.set_state(state)
@@ -102,6 +103,7 @@ class RandomStreams:
         generators: the generators of torch that code outside layers draws from.
         quiet: the calls that have streams of torch alone.
         left_alone: those of them that the run has made so far.
+        asked: whether `noting_draws` is to say if anything is drawn.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class RandomStreams:
         self.seed, self._replica, self._replicas, self._draws = seed, replica, replicas, draws
         self.number, self.quiet = (0, frozenset[int]()) if draws is None else draws.begin_batch()
         self.left_alone = set[int]()
-        self._drew: set[bool] | None = None  # nobody asks
+        self.asked, self._drew = False, set[bool]()
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[numbered(device).index])
@@ -118,7 +120,7 @@ class RandomStreams:
     def isolated(self, micro_batch: int, *key: int) -> _Isolated:
         """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
         call = None if self._draws is None else self._draws.call_of(key)
-        return _Isolated(self, mix(self.seed, self._number(micro_batch), *key), call)
+        return _Isolated(self, mix(self.seed, micro_batch * self._replicas + self._replica, *key), call)
 
     def watch(self, call: int | None, seed: int) -> None:
         """A call that began with ``seed``, from Python's and NumPy's generators as well, ends."""
@@ -141,19 +143,19 @@ class RandomStreams:
     def noting_draws(self) -> Iterator[set[bool]]:
         """Around a run: what it yields has True afterwards if anything was drawn, or some code ever draws in Python."""
         self._drew = {self._draws is not None and self._draws.any}
+        self.asked = self._draws is not None  # else other threads seed the generators, too
         yield self._drew
-        self._drew = None
+        self.asked = False
 
     def note_draws(self, seed: int) -> None:
-        """What began with ``seed`` ends; its generators of torch are as they were then afterwards, if anybody asks."""
-        if self._drew is not None and self._draws is not None:  # else other threads seed them, too
-            now = _states(self.generators)
-            _seed(self.generators, seed)
-            self._drew |= {not torch.equal(*pair) for pair in zip(now, _states(self.generators), strict=True)}
+        """What began with ``seed`` ends, and somebody asks; torch's generators are as they were then afterwards."""
+        now = _states(self.generators)
+        _seed(self.generators, seed)
+        self._drew |= {not torch.equal(*pair) for pair in zip(now, _states(self.generators), strict=True)}
 
     def seed_user_code(self, micro_batch: int) -> None:
         """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
-        self._begun_with = mix(self.seed, self._number(micro_batch))
+        self._begun_with = mix(self.seed, micro_batch * self._replicas + self._replica)
         _seed(self.generators, self._begun_with)
         library_draws.seed_both(self._begun_with)
         self.left_alone.clear()
@@ -164,7 +166,8 @@ class RandomStreams:
         Raises:
             CutError: see `LibraryDraws`.
         """
-        self.note_draws(self._begun_with)
+        if self.asked:
+            self.note_draws(self._begun_with)
         if self._draws is not None:
             self._draws.end_run(self._begun_with, self.left_alone)
 
@@ -173,6 +176,3 @@ class RandomStreams:
         return tuple(state.numpy().tobytes() for state in _states(self.generators)), pickle.dumps(
             library_draws.states()
         )
-
-    def _number(self, micro_batch: int) -> int:
-        return micro_batch * self._replicas + self._replica

@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.absent_tensor import check_values
 from lightning_pipe.intercept.arrival import Arrival
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
@@ -121,24 +120,9 @@ class StageRun:
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
 
     @property
-    def inside(self) -> bool:
-        """Whether a layer or outside module runs now."""
-        return self.layer_calls.inside
-
-    @property
     def stage_here(self) -> int | None:
         """The stage; ``None``: it has all layers."""
         return None if self.stage.all else self.stage.stage
-
-    def setting(self, module: nn.Module, name: str, value: Any) -> None:
-        """The step's own code, or a layer, is about to set an attribute of a module."""
-        state = self.layer_calls.cache.state
-        if not state.counts(module, name, value):
-            return
-        if self.inside:
-            self.layer_calls.setting(module, name, value)
-        else:
-            state.setting(self, module, name, value)
 
     def is_behind(self, root: str) -> bool:
         """Whether the step is behind the stage that runs a layer or outside module, which does not come here."""
@@ -216,7 +200,6 @@ class StageRun:
             )
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.tracker.touch(tensors, "the step's result")
-        check_values(tensors, "the step's result")
         # what outlives the step is read later: attributes, lists, what was logged
         self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
         self.skips.check_empty()

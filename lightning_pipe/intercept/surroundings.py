@@ -1,4 +1,4 @@
-"""What of the user's step is around the code that runs now: checkpoints, hooks in layers, and its random stream."""
+"""What of the user's step is around the code that runs now: layers, hooks in them, checkpoints; its random stream."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ Stream = Callable[[], AbstractContextManager[None]]
 
 
 class Surroundings:
-    """What surrounds the code outside layers that runs now.
+    """What surrounds the code that runs now.
 
     Args:
         isolated: gives a context with the micro-batch's random stream of a key.
 
     Attributes:
+        inside: whether a layer or outside module runs.
         checkpoint: of what the activation checkpoint runs the random streams, in order.
         inner_hook: whether a forward hook on a part of a layer runs.
     """
 
     def __init__(self, isolated: Callable[..., AbstractContextManager[None]]) -> None:
         self._isolated = isolated
+        self.inside = False
         self.checkpoint: list[Stream] | None = None
         self.inner_hook = False
 

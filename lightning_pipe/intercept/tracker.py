@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.absent_tensor import check_value
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Passed, Value
 from lightning_pipe.intercept.digest import Digest
 from lightning_pipe.intercept.held_by_graphs import SHARING, let_go
@@ -162,6 +163,8 @@ class Tracker(TorchFunctionMode):
                 if self.come_back is not None and not self._parameter_use.holds_all([tensor]):
                     self.come_back(name)
                 self._parameter_use.use(tensor, name)
+            if not plain:
+                check_value(tensor, f"'{name}'")
             known = self.numbers.of(tensor)
             if not plain and isinstance(tensor, Placeholder):
                 if known in self.numbers.unfilled:

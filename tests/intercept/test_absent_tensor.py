@@ -205,7 +205,7 @@ class LogsIt(ReadsAfter):
         self.log("scale", self.net[0].scale)
 
 
-MODULES = {"the step's result": ReadsAfter, "'net.0'": ReadsBefore, "self.log('scale', …)": LogsIt}
+MODULES = {"'mul'": ReadsAfter, "'net.0'": ReadsBefore, "self.log('scale', …)": LogsIt}
 
 
 def _validate(process: int, kind: type[ReadsAfter]) -> None:

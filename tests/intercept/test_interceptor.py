@@ -46,7 +46,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.called: list[Any] = []
-        self.inside = self.complete = False
+        self.complete, self.surroundings = False, SimpleNamespace(inside=False)
         self.stage_here = None
         self.tracker = SimpleNamespace(digest=SimpleNamespace(thorough=False), alone=True)
 
@@ -59,11 +59,11 @@ class Notes:
 
     def call_module(self, name: str, key: int, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         self.called.append((name, key))
-        self.inside = True  # what it calls belongs to it
+        self.surroundings.inside = True  # what it calls belongs to it
         try:
             return forward(*args, **kwargs)
         finally:
-            self.inside = False
+            self.surroundings.inside = False
 
 
 def test_the_largest_modules_that_hold_something_are_outside() -> None:

@@ -38,12 +38,12 @@ def test_a_layer_runs_in_its_stream_and_is_recorded() -> None:
     linear, x = nn.Linear(2, 2), torch.ones(1, 2)
 
     def forward(given: Tensor) -> Tensor:
-        assert calls.inside
+        assert calls.surroundings.inside
         return linear(given)
 
     with calls.tracker:
         result = calls.run("0", 7, linear, forward, (x,), {})
-    assert not calls.inside
+    assert not calls.surroundings.inside
     assert streams == [(7,)]
     assert profiled == [("0", 7)]
     [call] = calls.tracker.calls
@@ -59,7 +59,7 @@ def test_a_layer_that_fails_leaves_no_record() -> None:
 
     with calls.tracker, pytest.raises(ValueError, match="stop"):
         calls.run("0", 0, nn.Identity(), forward, (), {})
-    assert not calls.inside
+    assert not calls.surroundings.inside
     assert calls.tracker.calls == []
 
 

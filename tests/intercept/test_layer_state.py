@@ -54,10 +54,12 @@ class Rank:
             complete=complete,
             stage_here=self.stage,
             tracker=SimpleNamespace(digest=digest),
-            layer_calls=SimpleNamespace(has_run=lambda part: part is self.own),
             is_behind=lambda _: behind,
         )
-        run.setting = lambda *what: self.state.setting(run, *what) if self.state.counts(*what) else None
+        run.layer_calls = SimpleNamespace(
+            has_run=lambda part: part is self.own,
+            setting=lambda run, *what: self.state.setting(run, *what) if self.state.counts(*what) else None,
+        )
         self.state.runs(self.own, self.stage)
         with installed([ATTRIBUTES], lambda: run), self.state.of_run(run, counts=True, alone=False):
             yield

@@ -89,7 +89,7 @@ class _Reentrant(_reentrant):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         run = CHECKPOINTS.run
-        if run is not None and not (run.inside or run.tracker.function):
+        if run is not None and not (run.surroundings.inside or run.tracker.function):
             raise CutError(
                 "a checkpoint with use_reentrant=True stands outside layers: it computes without gradients at first, "
                 "and none would come back over a cut.",
@@ -103,7 +103,7 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         yield
         return
     run = CHECKPOINTS.run
-    if run is None or run.inside or run.tracker.function:
+    if run is None or run.surroundings.inside or run.tracker.function:
         yield from _other(function, *args, **kwargs)
         return
     if run.surroundings.checkpoint is not None:

@@ -16,7 +16,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
     # a compiler that traces a layer is to see what it would see without us
     run = None if is_compiling() else ATTRIBUTES.run
     if run is not None:
-        run.setting(module, name, value)
+        run.layer_calls.setting(run, module, name, value)
     _set(module, name, value)
 
 

@@ -72,7 +72,7 @@ def _is_internal(cls: type[Function]) -> bool:
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     run, apply, name = FUNCTIONS.run, _original.__get__(None, cls), f"{cls.__name__}.apply"
-    if _is_internal(cls) or (run is not None and (run.inside or run.tracker.function)):
+    if _is_internal(cls) or (run is not None and (run.surroundings.inside or run.tracker.function)):
         return apply(*args, **kwargs)
     if run is None:
         return run_again(apply, args, kwargs)

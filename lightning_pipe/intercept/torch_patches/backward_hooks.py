@@ -23,7 +23,7 @@ _original = BackwardHook._apply_on_tensors
 
 def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     run = BACKWARD_HOOKS.run
-    refused = run is not None and run.tracker.partial and not run.inside and torch.is_grad_enabled()
+    refused = run is not None and run.tracker.partial and not run.surroundings.inside and torch.is_grad_enabled()
     if refused and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         raise CutError(
             f"a {type(self.module).__name__} that is no part of a layer has a full backward hook: the gradients at its "

@@ -22,7 +22,7 @@ from lightning_pipe.torch_internals import run_backward
 
 def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     run = INNER_BACKWARD.run
-    if run is not None and run.arrival is None and not run.inside:
+    if run is not None and run.arrival is None and not run.surroundings.inside:
         raise CutError(
             "a backward pass runs in an evaluation step that calls the layers several times, on several ranks.",
             hint="Take derivatives inside one layer, or use one device.",

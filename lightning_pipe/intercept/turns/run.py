@@ -100,20 +100,6 @@ class TurnRun:
             everything, self.tracker, self.skips, self.surroundings, cache, None, objects=True
         )
 
-    @property
-    def inside(self) -> bool:
-        """Whether a layer or outside module runs now."""
-        return self.layer_calls.inside
-
-    def setting(self, module: nn.Module, name: str, value: Any) -> None:
-        """The step's own code, or a layer, is about to set an attribute of a module."""
-        if not self._state.counts(module, name, value):
-            return
-        if self.inside:
-            self.layer_calls.setting(module, name, value)
-        else:
-            self._state.setting(self, module, name, value)
-
     def is_behind(self, root: str) -> bool:
         """Whether the step is behind what runs a layer or outside module: all ranks run all of it."""
         return False

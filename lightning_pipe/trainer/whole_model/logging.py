@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from lightning_pipe.batches.outputs import to_host
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.absent_tensor import AbsentTensor, check_values
+from lightning_pipe.intercept.absent_tensor import AbsentTensor, check_value
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.lightning_internals import ResultMetric
 from lightning_pipe.patches import replaced
@@ -211,7 +211,7 @@ class Log:
                 )
             value = value._forward_cache
         if isinstance(value, Tensor):
-            check_values([value], f"self.log({name!r}, …)")
+            check_value(value, f"self.log({name!r}, …)")
         # the interceptor must not take these torch calls for calls of the step
         with DisableTorchFunction():
             kept = single_value(value)
