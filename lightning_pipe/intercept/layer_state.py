@@ -73,7 +73,8 @@ class LayerState:
         one_pipe: bool = True,
     ) -> None:
         self._modules = {name: part for name, part in module.named_modules() if not is_metric(part)}
-        self._names = {part: name for name, part in self._modules.items()}
+        # by id: a module that the step makes may not be able to tell its hash yet, as torchmetrics' are
+        self._names = {id(part): name for name, part in self._modules.items()}
         self._root_of = {part: name for name, root in roots for part in root.modules()}
         self.stages, self._ranks, self.one_pipe = stages, ranks, one_pipe
         self.around: Mapping[str, nn.Module] = {}
@@ -159,7 +160,7 @@ class LayerState:
 
     def written(self, part: nn.Module, attribute: str) -> str:
         """An attribute as code writes it."""
-        return written(self._names.get(part, ""), attribute)
+        return written(self._names.get(id(part), ""), attribute)
 
     def everything(self, parts: Iterable[nn.Module] | None = None) -> Snapshot:
         """The attributes of some parts as they are now, without buffers; ``None``: those that calls have changed."""
@@ -186,7 +187,7 @@ class LayerState:
     def counts(self, part: nn.Module, attribute: str, value: Any) -> bool:
         """Whether it counts who sets an attribute: one of the user's module, with data, and not with its structure."""
         data = attribute == "training" or is_compared(attribute)
-        return data and part in self._names and not isinstance(value, nn.Module | nn.Parameter | Callable)
+        return data and id(part) in self._names and not isinstance(value, nn.Module | nn.Parameter | Callable)
 
     def setting(self, run: StageRun | TurnRun, part: nn.Module, attribute: str, value: Any) -> None:
         """The step's own code is about to set an attribute of a module.
@@ -312,10 +313,10 @@ class LayerState:
         for key in learnt:
             self._hide(*key)
         found = [Change("set", self._path(key), value) for key, value in changed.items()]
-        return [*found, *(Change("hide", self._path(key)) for key in learnt if key[0] in self._names)]
+        return [*found, *(Change("hide", self._path(key)) for key in learnt if id(key[0]) in self._names)]
 
     def _path(self, key: Key) -> tuple[Any, ...]:
-        return self._names[key[0]], ("attribute", key[1])
+        return self._names[id(key[0])], ("attribute", key[1])
 
     def _changed(self, formers: Mapping[Key, Any]) -> Iterator[Key]:
         for (part, attribute), former in formers.items():

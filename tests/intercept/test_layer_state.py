@@ -82,6 +82,23 @@ def test_what_a_complete_run_sets_the_other_ranks_have_behind_the_batch() -> Non
     assert last.words == ["self.a.scale", "self.a.mean", "self.b.training"]
 
 
+class Early(nn.Module):
+    """Sets an attribute before it can tell its hash, as metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 3
+        self.whole = True
+
+    def __hash__(self) -> int:
+        return hash(self.whole)
+
+
+def test_a_run_may_make_a_module_that_cannot_tell_its_hash_yet() -> None:
+    with Rank(1).run(complete=True):
+        assert Early().size == 3
+
+
 def test_a_run_that_ends_early_puts_back_what_it_has_set() -> None:
     rank = Rank(0)
     with suppress(KeyboardInterrupt), rank.run(complete=False):
