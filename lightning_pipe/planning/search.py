@@ -231,10 +231,8 @@ class _Search:
         """A time that the configuration takes at least: its ranks' work, and their waits at both ends of a batch.
 
         A stage is on as many ranks as the schedule has pipes, so the ranks' lowest stages are at least 0, 1, … in turn.
-        Behind its last pass a rank waits for one sum of gradients at least, and updates all of its stages.
         """
-        layers, copies = self.predictor.layers(one), [one.replicas * one.family.pipes] * one.stages
-        costs = stage_costs(self.predictor.profile, layers, one.samples, copies, one.shard_optimizer)
+        costs = stage_costs(self.predictor.profile, self.predictor.layers(one), one.samples, [1] * one.stages)
         there, whole, inputs, weights = costs.forward, costs.backward, costs.backward_input, costs.backward_weight
         back = [min(b, i + w) for b, i, w in zip(whole, inputs, weights, strict=True)]  # type: ignore[arg-type]
         # the last stage may keep what its backward pass takes at once
@@ -246,9 +244,7 @@ class _Search:
         ends = there if _halves(one.family) else [a + b for a, b in zip(there, back, strict=True)]  # type: ignore[arg-type]
         ways = list(accumulate(ends, initial=0.0))  # type: ignore[arg-type]
         waits = sum(ways[rank // one.family.pipes] for rank in range(one.ranks))
-        updates = one.family.pipes * sum(costs.step)  # type: ignore[arg-type]
-        least = min(costs.reduce)  # type: ignore[arg-type]
-        return float(work + waits + updates) / one.ranks + least + self.predictor.profile.batch
+        return float(work + waits) / one.ranks + self.predictor.profile.batch
 
     def nothing_fits(self, number: int, ruled_out: Sequence[tuple[float, Configuration]]) -> ConfigurationError:
         """The error if no configuration is left."""
