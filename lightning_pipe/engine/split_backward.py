@@ -56,18 +56,24 @@ class SplitBackward:
         """Run what the previous stage waits for."""
         if self.entry is None:
             return
-        graph = _Graph.of([_node_of(result) for result in self.results], _node_of(self.entry))
+        if not self.whole:
+            self._divide(self.entry)
+        if self.whole:
+            backward(self.results, self.gradients)
+
+    def _divide(self, entry: Tensor) -> None:
+        """Run the way to the entry alone, unless that has to be walked with the rest."""
+        graph = _Graph.of([_node_of(result) for result in self.results], _node_of(entry))
         hooks = [junction.node.register_prehook(junction.keep) for junction in graph.junctions]
         try:
             # A junction runs in both halves, and with it would the user's hooks.
-            self.whole = self.whole or graph.indivisible or any(map(_has_others, graph.junctions, hooks))
+            self.whole = graph.indivisible or any(map(_has_others, graph.junctions, hooks))
             if self.whole:
-                backward(self.results, self.gradients)
                 return
             self._junctions = graph.junctions
             self._apart = [not graph.leads[_node_of(result)] for result in self.results]
             if not all(self._apart):  # else nothing leads to the input, and the second half does all
-                backward(self.results, self.gradients, retain_graph=True, inputs=[self.entry])
+                backward(self.results, self.gradients, retain_graph=True, inputs=[entry])
         finally:
             for hook in hooks:
                 hook.remove()
