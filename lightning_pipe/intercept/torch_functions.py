@@ -202,13 +202,11 @@ _ADDRESSES = frozenset("data_ptr _cdata.__get__".split())
 
 
 def values_read(name: str, result: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """What a function reads from tensors if those are numbers, text or arrays: structure and leaves of its `Call`."""
-    if name in _ADDRESSES:
-        return LEAF, (0,)
-    if result is None:
-        return None
+    """What a function reads from tensors if that is nothing, numbers, text or arrays: structure and leaves."""
+    if name in _ADDRESSES or result is None:
+        return LEAF, (None if result is None else 0,)
     leaves, structure = tree_flatten(result)
-    if not leaves or not all(isinstance(leaf, (bool, int, float, complex, str, np.ndarray)) for leaf in leaves):
+    if not all(isinstance(leaf, (bool, int, float, complex, str, np.ndarray)) for leaf in leaves):
         return None
     return structure, tuple(Value.of(leaf) for leaf in leaves)
 

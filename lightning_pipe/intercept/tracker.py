@@ -285,7 +285,7 @@ class Tracker(TorchFunctionMode):
         before = self.in_place.noted(tensors) if self.function else ()
         changed = changed_in_place(name, args, kwargs)
         written = self._about_to_change(changed, name) if changed else ()
-        shapes = list(map(TensorSpec.of, written))
+        shapes = list(map(TensorSpec.of, written)) if self.partial else []
         # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
         if self.function or draws(func, name):
             with self._stream(-1, len(self.calls)):
@@ -295,7 +295,7 @@ class Tracker(TorchFunctionMode):
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
         # what the code reads may decide its path: stages that wait read the same
         told = results_told(result, tensors) if numbers else values_read(name, result)
-        if list(map(TensorSpec.of, written)) != shapes:
+        if self.partial and list(map(TensorSpec.of, written)) != shapes:
             told = None
         if self.function and self.partial and (told is None or self.in_place.changed(before, name)):
             raise CutError(

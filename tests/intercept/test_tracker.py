@@ -70,6 +70,20 @@ def test_what_was_read_is_read_by_later_stages_too() -> None:
         assert (weight * 2).item() == 6.0
 
 
+def test_nothing_is_told_to_later_stages_too() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+
+    def step() -> list[object]:
+        h = weight * 2
+        chosen = h[:0]
+        return [torch._assert_async(h.sum() > 0), chosen.unbind(), chosen.tolist()]
+
+    with (first := tracker()):
+        assert step() == [None, (), []]
+    with tracker(first.calls):
+        assert step() == [None, (), []]
+
+
 def test_another_call_raises() -> None:
     weight = nn.Parameter(torch.ones(2))
     with (first := tracker()):
