@@ -120,7 +120,7 @@ class LossChecks:
         verdict = min(verdicts, key=lambda each: (not each.difference, not each.unknown))
         if verdict.difference:
             self._differs = True
-            wrong = "Gradients differ accordingly from those of one device."
+            wrong = "Gradients may differ accordingly from those of one device."
             self._warn("difference", f"{verdict.difference} {wrong} {remedy(summed=summed)}")
         elif verdict.unknown and not self._weighted:
             what = "sum" if summed else "mean"
@@ -189,7 +189,8 @@ def _judged(
     if found.apart:
         return Verdict(
             "What layers compute depends on which samples are together: what leaves a stage for two micro-batches "
-            f"together is {found.apart:.1g} of its size away from what leaves for each (without dropout).",
+            f"together is {found.apart:.1g} of its size away from what leaves for each (without dropout), though the "
+            "losses are alike.",
             fitting=fits,
         )
     return Verdict(fitting=fits)

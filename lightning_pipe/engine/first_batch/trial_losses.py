@@ -42,8 +42,8 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torc
 """How far losses differ by rounding at most, relative to 1 + their size."""
 _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
-_LEAST, _TIMES = 1e-5, 30
-"""Tensors differ that are further apart than this, relative to their norm, and than so many times rounding is."""
+_EPSILONS, _TIMES = 100, 30
+"""Tensors differ that are further apart than so many times what their type rounds, and than rounding has shown."""
 _Way = tuple[int, int]
 """From a stage to a later one."""
 
@@ -126,7 +126,11 @@ def trial_losses(
 
 
 def _run(
-    executor: Executor, mail: _Mail, batch: Batch, functions: NotRandom, apart: Callable[[_Way, _Passed], float]
+    executor: Executor,
+    mail: _Mail,
+    batch: Batch,
+    functions: NotRandom,
+    apart: Callable[[_Way, _Passed, NotRandom], float],
 ) -> _Passed | None:
     """Run a batch through the stages of this rank; returns what it ends with behind the last stage."""
     ended = None
@@ -136,7 +140,9 @@ def _run(
         earlier, placement = executor.earlier[stage], executor.placement
         came = [mail.receive(BoundaryKey(0, early, 0, stage), placement[0, early]) for early in earlier]
         left = _computed(executor, stage, batch, came, functions)
-        left = {to: each._replace(apart=max(each.apart, apart((stage, to), each))) for to, each in left.items()}
+        left = {
+            to: each._replace(apart=max(each.apart, apart((stage, to), each, functions))) for to, each in left.items()
+        }
         if layers.last:
             ended = left[stage]
             continue
@@ -207,7 +213,7 @@ class _Comparison:
     _left: dict[tuple[int, _Way], dict[int, Tensor]] = field(default_factory=dict)
     _noise: dict[tuple[_Way, int], float] = field(default_factory=dict)
 
-    def apart(self, run: int, way: _Way, passed: _Passed) -> float:
+    def apart(self, run: int, way: _Way, passed: _Passed, functions: NotRandom) -> float:
         """How far tensors are from those of their samples, relative to their norm, if by more than rounding; else 0."""
         if passed.crossing is None:
             return 0.0
@@ -218,9 +224,15 @@ class _Comparison:
             key, distance = (way, number), _distance(whole, [each[number] for each in alone if number in each])
             if run == min(self.together):
                 self._noise[key] = distance
-            elif max(_LEAST, _TIMES * self._noise.get(key, inf)) < distance < inf:
+            elif _TIMES * self._noise.get(key, inf) < distance < inf and _least(whole, functions.autocast) < distance:
                 most = max(most, distance)
         return most
+
+
+def _least(tensor: Tensor, autocast: torch.dtype | None) -> float:
+    """How far a tensor may differ by rounding at least, relative to its norm, by the coarsest numbers behind it."""
+    epsilon = max(torch.finfo(kind).eps for kind in (tensor.dtype, autocast or tensor.dtype))
+    return max(_EPSILONS * epsilon, _ROUNDING[torch.float64], _REDUCED * (tensor.device.type != "cpu"))
 
 
 def _distance(whole: Tensor, parts: Sequence[Tensor]) -> float:
