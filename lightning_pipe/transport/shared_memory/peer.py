@@ -103,7 +103,7 @@ class SharedMemoryPeer:
         self._timeout = timeout
         self._gone = False
         self._reason: OSError = ConnectionResetError("Connection closed by peer")
-        self._own: defaultdict[int, deque[Buffer]] = defaultdict(deque)  # by size, the last one used at the end
+        self._own: defaultdict[int, list[Buffer]] = defaultdict(list)  # by size
         self._mapped: list[Buffer] = []
         self._posted: defaultdict[int, deque[PostedReceive]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[tuple[Buffer, int]]] = defaultdict(deque)
@@ -155,10 +155,9 @@ class SharedMemoryPeer:
     def _unmarked(self, size: int) -> Buffer:
         """A buffer of a size whose last message has been read."""
         buffers = self._own[size]
-        for _ in range(len(buffers)):
-            buffers.rotate(-1)
-            if not buffers[-1].file[buffers[-1].mark]:
-                return buffers[-1]
+        for buffer in buffers:  # the first ones first: others may never be written
+            if not buffer.file[buffer.mark]:
+                return buffer
         self._grow(size)
         return buffers[-1]
 
