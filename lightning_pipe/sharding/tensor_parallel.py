@@ -96,20 +96,22 @@ def divider(
     style_of = styles_of(plan)
 
     def divide(root: Root) -> None:
-        for name, part in list(root.module.named_modules(prefix=root.name)):
+        parts = list(root.module.named_modules(prefix=root.name))
+        for name, part in parts if parallelize is not None else ():
             if any(map(is_divided, part.parameters(recurse=False))):
                 raise ConfigurationError(
                     f"'{name}' belongs to several layers, and parallelize= has divided it with the first of them.",
                     hint="Let parallelize= leave it out: it stays whole on every tensor rank.",
                 )
-            if shared.isdisjoint(part.parameters()):
-                apply_style(name, part, mesh, style_of)
         try:
+            for name, part in parts:
+                if shared.isdisjoint(part.parameters()):
+                    apply_style(name, part, mesh, style_of)
             if parallelize is not None:
                 parallelize(root.module, mesh)
         except (RuntimeError, KeyError) as error:
             raise ConfigurationError(
-                f"parallelize= fails for '{root.name}': {error}",
+                f"The plan of tensor parallelism fails for '{root.name}': {error}",
                 hint="Leave out what torch does not divide, such as a weight that spectral_norm computes.",
             ) from error
         hooks_inside(root.name, root.module)

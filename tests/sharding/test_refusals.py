@@ -162,7 +162,7 @@ def divide_down(layer: nn.Module, mesh: Any) -> None:
         ("weight", "'layers.0.up.weight' and 'layers.1.up.weight' were one parameter"),
         ("module", "'layers.1.up' belongs to several layers"),
         ("left out", None),
-        ("computed", "parallelize= fails for 'layers.1'"),
+        ("computed", "The plan of tensor parallelism fails for 'layers.1'"),
         ("guessed", "which is to show the layers of Pairs"),
     ],
 )
