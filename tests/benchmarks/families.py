@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 from lightning_pipe import schedules
+from lightning_pipe.profiling.processes import in_processes
 from lightning_pipe.schedules import Chimera, Family, OneFOneB
 from lightning_pipe.simulate import Costs, simulate
-from recipes.reproduce.sleeping import Case, bubbles
+from recipes.reproduce.sleeping import Case, measure
 from tests.benchmarks.measure import Finding
 
 TOLERANCES = {4: 0.03, 8: 0.05}
@@ -22,7 +24,7 @@ def run(quick: bool) -> list[Finding]:
     findings = []
     for ranks in (4,) if quick else (4, 8):
         cases = [_case(each, 2 * ranks, ranks, quick) for family in synchronous for each in family.variants()]
-        found = bubbles(cases, ranks, timeout=1200)
+        found = in_processes(partial(measure, cases=cases), ranks, "cpu", timeout=1200)
         findings += [_bubble(case, ranks, bubble) for case, bubble in zip(cases, found, strict=True)]
     return [*findings, _gain(quick)]
 
@@ -49,7 +51,8 @@ def _bubble(case: Case, ranks: int, found: float) -> Finding:
 def _gain(quick: bool) -> Finding:
     """As much as the bubble is smaller: the work is the same."""
     cases = [_case(family, 4, 4, quick) for family in (OneFOneB(), Chimera())]
-    measured, simulated = bubbles(cases, 4), [_expected(case, 4) for case in cases]
+    measured = in_processes(partial(measure, cases=cases), 4, "cpu", timeout=600)
+    simulated = [_expected(case, 4) for case in cases]
     found, expected = ((1 - chimera) / (1 - straight) for straight, chimera in (measured, simulated))
     return Finding(
         "speed of Chimera over 1F1B, 4 ranks, 4 micro-batches",

@@ -301,7 +301,7 @@ def test_a_rank_that_fails_issues_nothing_more() -> None:
 def test_two_sends_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = Executor._prepare
 
-    def swapped(self: Executor, actions: Sequence[Action]) -> None:
+    def swapped(self: Executor, actions: Sequence[Action], again: Any) -> Any:
         order = list(actions)
         sends = [at for at, action in enumerate(order) if action.kind is Kind.SEND_FORWARD]
         if len(sends) > 1:
@@ -309,7 +309,7 @@ def test_two_sends_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -
             order.insert(sends[1], order.pop(sends[0]))
             order[sends[1]], order[sends[1] - 1] = order[sends[1] - 1], order[sends[1]]
             order.insert(sends[1] + 1, order.pop(sends[1] - 1))
-        prepare(self, order)
+        return prepare(self, order, again)
 
     monkeypatch.setattr(Executor, "_prepare", swapped)
     recorded = trained(NET, Point("gpipe", 2, 3, steps=2))
