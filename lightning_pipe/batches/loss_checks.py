@@ -16,15 +16,15 @@ from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.batches.split_batch import twice
 from lightning_pipe.batches.suspects import WHOLE
 from lightning_pipe.engine.batch import StepFunction
-from lightning_pipe.engine.first_batch.trial_losses import TrialLosses, parameters_whole, trial_losses
+from lightning_pipe.engine.first_batch.trial_losses import TIMES, TrialLosses, parameters_whole, trial_losses
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.warn_once import WarnOnce
 
 _CHECKED = frozenset((0, 1, 3, 7, 15, 31))
 """The batches that are checked: in the first ones there may be one class alone, or no padding."""
-_LEAST, _TIMES = 1e-6, 30
-"""Losses differ that are further apart than this, and than so many times what a micro-batch twice is from itself."""
+_LEAST = 1e-6
+"""Losses differ that are further apart than this, and than `TIMES` what a micro-batch twice is from itself."""
 
 WEIGHTS = (
     "For a mean over something else than samples, or labels that are not -100, say what a micro-batch counts: "
@@ -165,7 +165,7 @@ def _judged(
     if len(together) > len(groups):
         once = next(iter(single.values())) * (1 + batch.summed)
         noise = abs(together.pop(0) - once) / (1 + abs(once))
-    rounding = min(found.rounding, max(_LEAST, _TIMES * noise))
+    rounding = min(found.rounding, max(_LEAST, TIMES * noise))
     for group, both in zip(groups, together, strict=True):
         alone = [single[index] for index in group]
         predicted = {

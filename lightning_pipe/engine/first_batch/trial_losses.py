@@ -42,10 +42,8 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-4, torc
 """How far losses differ by rounding at most, relative to 1 + their size."""
 _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
-_EPSILONS, _TIMES = 100, 30
+_EPSILONS, TIMES = 100, 30
 """Tensors differ that are further apart than so many times what their type rounds, and than rounding has shown."""
-_Way = tuple[int, int]
-"""From a stage to a later one."""
 
 
 class TrialLosses(NamedTuple):
@@ -130,7 +128,7 @@ def _run(
     mail: _Mail,
     batch: Batch,
     functions: NotRandom,
-    apart: Callable[[_Way, _Passed, NotRandom], float],
+    apart: Callable[[BoundaryKey, _Passed, NotRandom], float],
 ) -> _Passed | None:
     """Run a batch through the stages of this rank; returns what it ends with behind the last stage."""
     ended = None
@@ -140,14 +138,13 @@ def _run(
         earlier, placement = executor.earlier[stage], executor.placement
         came = [mail.receive(BoundaryKey(0, early, 0, stage), placement[0, early]) for early in earlier]
         left = _computed(executor, stage, batch, came, functions)
-        left = {
-            to: each._replace(apart=max(each.apart, apart((stage, to), each, functions))) for to, each in left.items()
-        }
-        if layers.last:
-            ended = left[stage]
-            continue
-        for to, passed in left.items():
-            mail.send(BoundaryKey(0, stage, 0, to), passed, placement[0, to])
+        for to, one in left.items():
+            key = BoundaryKey(0, stage, 0, to)
+            passed = one._replace(apart=max(one.apart, apart(key, one, functions)))
+            if layers.last:
+                ended = passed
+            else:
+                mail.send(key, passed, placement[0, to])
     return ended
 
 
@@ -210,21 +207,21 @@ class _Comparison:
     """
 
     together: Mapping[int, Sequence[int]]
-    _left: dict[tuple[int, _Way], dict[int, Tensor]] = field(default_factory=dict)
-    _noise: dict[tuple[_Way, int], float] = field(default_factory=dict)
+    _left: dict[tuple[int, BoundaryKey], dict[int, Tensor]] = field(default_factory=dict)
+    _noise: dict[tuple[BoundaryKey, int], float] = field(default_factory=dict)
 
-    def apart(self, run: int, way: _Way, passed: _Passed, functions: NotRandom) -> float:
+    def apart(self, run: int, boundary: BoundaryKey, passed: _Passed, functions: NotRandom) -> float:
         """How far tensors are from those of their samples, relative to their norm, if by more than rounding; else 0."""
         if passed.crossing is None:
             return 0.0
         if any(run in parts for parts in self.together.values()):
-            self._left[run, way] = passed.crossing.detached().tensors
-        alone, most = [self._left.get((part, way), {}) for part in self.together.get(run, ())], 0.0
+            self._left[run, boundary] = passed.crossing.detached().tensors
+        alone, most = [self._left.get((part, boundary), {}) for part in self.together.get(run, ())], 0.0
         for number, whole in passed.crossing.tensors.items() if alone else ():
-            key, distance = (way, number), _distance(whole, [each[number] for each in alone if number in each])
+            key, distance = (boundary, number), _distance(whole, [each[number] for each in alone if number in each])
             if run == min(self.together):
                 self._noise[key] = distance
-            elif _TIMES * self._noise.get(key, inf) < distance < inf and _least(whole, functions.autocast) < distance:
+            elif TIMES * self._noise.get(key, inf) < distance < inf and _least(whole, functions.autocast) < distance:
                 most = max(most, distance)
         return most
 
