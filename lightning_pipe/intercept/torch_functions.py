@@ -223,9 +223,7 @@ def results_told(result: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Any
     described: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            spec = (
-                TensorSpec.of(leaf) if leaf.device == device else TensorSpec.of(leaf)._replace(device=leaf.device.type)
-            )
+            spec = TensorSpec.of(leaf, None if leaf.device == device else leaf.device.type)
             described.append(Passed(positions[id(leaf)]) if id(leaf) in positions else spec)
         elif leaf is None or isinstance(leaf, PLAIN):
             described.append(leaf)
