@@ -144,6 +144,6 @@ def test_a_loss_over_the_routing_of_the_whole_batch_runs_whole_or_is_told() -> N
     one = balanced("auto")
     with pytest.warns(UserWarning, match="not a mean over the samples.*So batches run whole"):
         assert balanced(PipeStrategy(layers="layers", stages=2)) == pytest.approx(one, rel=1e-12)
-    with pytest.warns(UserWarning, match="not a mean over the samples.*Gradients differ.*needs micro_batches=1"):
+    with pytest.warns(UserWarning, match="not a mean over the samples.*Gradients may differ.*needs micro_batches=1"):
         assert balanced(PipeStrategy(layers="layers", stages=2, micro_batches=4)) != pytest.approx(one, rel=1e-2)
     assert balanced(PipeStrategy(layers="layers", stages=2, micro_batches=1)) == pytest.approx(one, rel=1e-12)
