@@ -19,7 +19,7 @@ LONGER = {"lightning_pipe.trainer.strategy": 595}
 BUDGET = {
     "intercept": 7600,
     "trainer": 7320,
-    "engine": 4410,
+    "engine": 4350,
     "schedules": 3310,
     "planning": 2460,
     "transport": 2170,
@@ -31,7 +31,7 @@ BUDGET = {
     "batches": 990,
     "profiling": 890,
     "plain": 540,
-    "skip": 430,
+    "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
 MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 343, 130, 33

@@ -67,7 +67,7 @@ class AsynchronousPipeline:
             pipeline.family,
             pipeline.transport.topology.ranks,
             len(pipeline.balance),
-            skips=pipeline.skips.ends,
+            skips=pipeline.skips,
             recompute=pipeline.recompute,
         )
         self.versions = WeightVersions(pipeline.module, pipeline.ownership)

@@ -310,14 +310,6 @@ class BoundaryExchange:
         for boundary, plan in fresh.items():
             _extend(self._plans.setdefault(boundary, []), plan, latest + 1)
 
-    def forget_plans(self) -> None:
-        """Agree anew on everything: other tensors cross the boundaries now.
-
-        Both ends of a boundary must forget between the same two batches.
-        """
-        self._plans.clear()
-        self._kept.clear()
-
     def _plan(self, key: BoundaryKey, signature: Hashable) -> BoundaryPlan | None:
         """The plan that is in force for a micro-batch."""
         for plan in reversed(self._plans.get((key.pipe, key.stage, key.to, signature), ())):

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.joint_forward import JointForward
-from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Crossings, Stages
 from lightning_pipe.engine.under_way import BoundaryKey, StageKey, UnderWay
 from lightning_pipe.intercept.crossing import Crossing, Returned
@@ -66,10 +65,13 @@ class Executor:
         rank: this rank.
         reduce: called with a stage when its gradients are complete on this rank.
         busy: seconds spent computing so far.
-        later: for each stage those that it sends to, neighbours first.
-        earlier: for each stage those that send to it, neighbours first.
+        skips: pairs of stages, not neighbours, of which the first sends to the second.
         events: where to note when each action computed, in seconds of the clock; ``None``: nowhere.
         clock: the host's monotonic one, which does not wait for a GPU.
+
+    Attributes:
+        later: for each stage those that it sends to, neighbours first.
+        earlier: for each stage those that send to it, neighbours first.
     """
 
     stages: Stages
@@ -77,6 +79,7 @@ class Executor:
     placement: Mapping[tuple[int, int], int]
     rank: int
     reduce: Callable[[int], None]
+    skips: Sequence[tuple[int, int]] = ()
     busy: float = 0.0
     events: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -87,6 +90,10 @@ class Executor:
     _under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
+        stages = range(len(self.stages.layers))
+        ends = [*pairwise(stages), *self.skips]  # neighbours first
+        self.later = [[late for early, late in ends if early == stage] for stage in stages]
+        self.earlier = [[early for early, late in ends if late == stage] for stage in stages]
         self.joint = JointForward(self.stages)
         self._methods: dict[Kind, Callable[[Action, Any], None]] = {
             Kind.FORWARD: self._forward,
@@ -100,16 +107,6 @@ class Executor:
             Kind.RECEIVE_BACKWARD: self._receive_backward,
             Kind.REDUCE: self._reduce,
         }
-
-    def connect(self, skips: SkipRoutes) -> None:
-        """Let these skip connections pass over stages from now on; at both ends between the same two batches."""
-        stages = range(len(self.stages.layers))
-        ends = [*pairwise(stages), *skips.ends]  # neighbours first
-        self.later = [[late for early, late in ends if early == stage] for stage in stages]
-        self.earlier = [[early for early, late in ends if late == stage] for stage in stages]
-        self.stages.reroute(skips.by_stage)
-        # Other tensors cross each boundary now than those that were agreed on.
-        self.exchange.forget_plans()
 
     @property
     def held(self) -> int:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.connections import connect_program
 from lightning_pipe.engine.executor import Executor
-from lightning_pipe.engine.skip_routes import SkipRoutes
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.schedules import Action, Schedule, lower
@@ -63,8 +62,6 @@ class Passes:
             executor.rank,
             self._reduce,
         )
-        none = SkipRoutes(pipeline.module, [], [])
-        self.executor.connect(none)
         connect_program(pipeline.transport, lower(self.schedule(2 * ranks), []))
 
     def _reduce(self, stage: int) -> None:

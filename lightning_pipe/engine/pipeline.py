@@ -20,7 +20,7 @@ from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.partitioned_module import PartitionedModule
 from lightning_pipe.engine.passes import Passes
-from lightning_pipe.engine.skip_routes import SkipRoutes
+from lightning_pipe.engine.skip_routes import ends_of, skip_routes
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.engine.turns import Turns
 from lightning_pipe.engine.undivided import run_whole
@@ -56,7 +56,7 @@ class Pipeline(PartitionedModule):
 
     Attributes:
         elapsed, busy: seconds of all training batches but the first, and those in which this rank computed.
-        skips: the skip connections that pass over stages.
+        skips: pairs of stages, not neighbours, of which a skip connection goes straight from one to the other.
         reductions: sums the gradients of parameters that other processes hold as well.
         gradients_divided: whether holders of the same parameters have dropped gradients since the last batch.
         asynchronous: runs a schedule that leaves batches in flight between calls; ``None`` for all others.
@@ -83,31 +83,32 @@ class Pipeline(PartitionedModule):
         before: PartitionedModule | None = None,
     ) -> None:
         super().__init__(module, layers, balance, family, transport, recompute=recompute, passes=passes, before=before)
-        self.skips = SkipRoutes(module, self.layers, self.stage_layers)
+        routes = skip_routes(module, self.layers, self.stage_layers)
+        self.skips = ends_of(routes)
         self.reductions = GradientGroups(transport)
         self.gradients_divided = False
         self.elapsed = self.busy = 0.0
         self._interceptor = Interceptor(
             module, self.layers, tells=transport.process == 0, places=self.places, one_pipe=family.pipes == 1
         )
-        stages = [StageLayers(stage, span, self.names, {}) for stage, span in enumerate(self.stage_layers)]
+        stages = [
+            StageLayers(stage, span, self.names, routes.get(stage, {})) for stage, span in enumerate(self.stage_layers)
+        ]
         self.executor = Executor(
             Stages(self._interceptor, stages, self.ownership, transport.device, BufferGuard([module])),
             BoundaryExchange(transport),
             self.placement,
             transport.rank,
             self.reductions.stage_done,
+            self.skips,
         )
-        self.executor.connect(self.skips)
         self._observers: list[BatchObserver] = []
         self._signatures: dict[Hashable, int] = {}
         self._program = cache(self._lowered)
-        # what only a first batch of its kind can show: where skips go
-        self._learnt_skips: set[bool] = set()
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
-        connect(self, self.skips.ends)
+        connect(self, self.skips)
         _ = self.in_passes  # prepares its channels, at the same time everywhere
         self.asynchronous = (
             None if self.synchronous else AsynchronousPipeline(self, deferred_batch_norm=deferred_batch_norm)
@@ -303,9 +304,6 @@ class Pipeline(PartitionedModule):
         self._interceptor.state.begin_batch()
         with self.running(batch.streams):
             executor.run(program, batch)
-        # Skip connections of several passes go from stage to stage.
-        if executor is self.executor:
-            self.learn_skips(training=training)
         return batch.results
 
     def _batch(
@@ -355,19 +353,7 @@ class Pipeline(PartitionedModule):
             return self.in_passes.program(micro_batches)
         schedule = self.schedule(micro_batches)
         order = schedule if training else forward_only(schedule, micro_batches)
-        return lower(order, self.skips.ends)[self.transport.rank]
-
-    def learn_skips(self, *, training: bool) -> None:
-        """After the first batch of a kind: let skip connections go straight from now on. Collective."""
-        if not self.synchronous or training in self._learnt_skips:
-            return
-        self._learnt_skips.add(training)
-        alike = self.transport.topology.same_tensor_rank
-        gathered = self.transport.all_gather_object(self.executor.stages.skipped, alike)
-        if self.skips.learn({stage: events for theirs in gathered for stage, events in theirs.items()}):
-            connect(self, self.skips.ends)
-            self._program.cache_clear()
-            self.executor.connect(self.skips)
+        return lower(order, self.skips)[self.transport.rank]
 
     @override
     def restore(self) -> None:

@@ -27,7 +27,6 @@ from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
 from lightning_pipe.parameters.deferred_batchnorm import begin_pass
-from lightning_pipe.skip import SkipEvent, SkipKey
 
 Crossings = dict[int, Crossing]
 """What leaves a stage, by the stage that receives it; nothing leaves the last one."""
@@ -99,7 +98,6 @@ class Stages:
         parameter_use: learns which parameters and modules outside layers steps use.
         device: the rank's device.
         buffers: puts buffers back that a second run changes.
-        skipped: by stage, what its layers stashed and popped in their last run.
         again: the stages that have been run in order to run again: it is known which attributes their layers change.
 
     Attributes:
@@ -111,20 +109,11 @@ class Stages:
     parameter_use: ParameterUse
     device: torch.device
     buffers: BufferGuard
-    skipped: dict[int, list[SkipEvent]] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         names = self.layers[0].names
         self.draws = LibraryDraws(names), LibraryDraws(names)
-
-    def reroute(self, routes: Mapping[int, Mapping[SkipKey, int]]) -> None:
-        """Let skip connections leave stages for others than the next from now on.
-
-        Args:
-            routes: for each stage those that do, with the stage they go to.
-        """
-        self.layers = [layers._replace(routes=routes.get(layers.stage, {})) for layers in self.layers]
 
     def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Saved, Crossings]:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
@@ -209,8 +198,6 @@ class Stages:
         begin_pass(stage)
         result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats
-        if run.layer_calls.ran:
-            self.skipped[stage] = run.skips.events
         saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole, batch.undisturbed)
         if not run.crossings:
             if batch.training:

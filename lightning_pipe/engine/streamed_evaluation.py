@@ -101,12 +101,11 @@ class StreamedEvaluation:
             executor.perform(action, self._find, self.lag)
 
     def end(self) -> None:
-        """End behind the last batch. Collective over all processes."""
+        """End behind the last batch."""
         self._actions.clear()
         self._batches.clear()
         self._pipeline.executor.stages.interceptor.state.begin_batch()
         self._pipeline.executor.empty()
-        self._pipeline.learn_skips(training=False)
 
     def _find(self, micro_batch: int) -> tuple[Batch, int]:
         return self._batches[micro_batch], 0

@@ -43,13 +43,6 @@ class SkipKey(NamedTuple):
     name: str
 
 
-class SkipEvent(NamedTuple):
-    """A tensor was stashed, or else popped."""
-
-    key: SkipKey
-    stashes: bool
-
-
 class Store(dict[SkipKey, Tensor | None]):
     """What is stashed and not popped yet."""
 
@@ -66,12 +59,12 @@ class StepStore(Store):
     """That of one step over a pipeline.
 
     Attributes:
-        events: what was stashed and popped by layers that this process runs.
+        events: what was stashed (True) and popped (False) by layers that this process runs.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[SkipEvent] = []
+        self.events: list[tuple[SkipKey, bool]] = []
 
     @override
     def begin(self, key: SkipKey, tensor: Tensor | None) -> None:
@@ -80,12 +73,12 @@ class StepStore(Store):
                 f"'{key.name}' is stashed again before it was popped.",
                 hint="Use another name, or a namespace of its own.",
             )
-        self.events.append(SkipEvent(key, stashes=True))
+        self.events.append((key, True))
         super().begin(key, tensor)
 
     @override
     def end(self, key: SkipKey) -> Tensor | None:
-        self.events.append(SkipEvent(key, stashes=False))
+        self.events.append((key, False))
         return super().end(key)
 
     def check_empty(self) -> None:
@@ -100,7 +93,7 @@ class StepStore(Store):
 def put(name: str, tensor: Tensor | None, namespace: Namespace | None = None) -> None:
     """Stash a tensor from any layer's forward, without generators and declarations.
 
-    Over a pipeline it goes straight to the stage that pops it, once the first batch has shown which one that is.
+    Over a pipeline it goes from stage to stage; what layers declare (`skippable`) goes straight to its pop.
 
     Args:
         name: what `take` asks for.

@@ -277,15 +277,12 @@ def test_kinds_of_batches_are_kept_apart_and_many_are_forgotten_together() -> No
     assert len(words._kept) < 100
 
 
-@pytest.mark.parametrize("forget", [BoundaryExchange.forget_plans, BoundaryExchange.reset])
-def test_words_are_forgotten_with_plans_and_with_a_batch_that_failed(
-    forget: Callable[[BoundaryExchange], None],
-) -> None:
+def test_words_are_forgotten_with_a_batch_that_failed() -> None:
     words = BoundaryExchange(NO_INLINE)
     words.begin_batch("kind")
     assert words._hops is not None
     before = words._hops["forward"]
     words.end_batch()
-    forget(words)
+    words.reset()
     words.begin_batch("kind")
     assert words._hops["forward"] is not before

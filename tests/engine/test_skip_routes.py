@@ -1,40 +1,48 @@
-"""Skip connections go straight from the stage that stashes to the one that pops."""
+"""Skip connections that layers declare go straight from the stage that stashes to the one that pops."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
-from lightning_pipe.engine.skip_routes import SkipRoutes
-from lightning_pipe.skip import SkipEvent, SkipKey
+from lightning_pipe.engine.skip_routes import Routes, ends_of, skip_routes
+from lightning_pipe.skip import SkipKey, skippable
 
 
-def routes() -> SkipRoutes:
-    module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
-    return SkipRoutes(module, list(module.named_children()), [range(n, n + 1) for n in range(4)])
+class Layer(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
 
 
-def key(name: str) -> SkipKey:
-    return SkipKey(None, name)
+def layer(*, stash: list[str] | None = None, pop: list[str] | None = None) -> nn.Module:
+    made: nn.Module = skippable(stash=stash or [], pop=pop or [])(Layer)() if stash or pop else Layer()
+    return made
 
 
-def stash(name: str) -> SkipEvent:
-    return SkipEvent(key(name), stashes=True)
-
-
-def pop(name: str) -> SkipEvent:
-    return SkipEvent(key(name), stashes=False)
+def routes(*layers: nn.Module, extra: nn.Module | None = None) -> Routes:
+    module = nn.Sequential(*layers)
+    named = list(module.named_children())
+    if extra is not None:
+        module.add_module("extra", extra)
+    return skip_routes(module, named, [range(n, n + 1) for n in range(len(layers))])
 
 
 def test_what_passes_over_a_stage_has_a_route() -> None:
-    found = routes()
-    assert found.learn({0: [stash("far"), stash("near")], 1: [pop("near")], 3: [pop("far")]})
-    assert found.by_stage == {0: {key("far"): 3}}
-    assert found.ends == [(0, 3)]
-    assert not found.learn({0: [stash("far")], 3: [pop("far")]})
+    found = routes(layer(stash=["far", "near"]), layer(pop=["near"]), layer(), layer(pop=["far"]))
+    assert found == {0: {SkipKey(None, "far"): 3}}
+    assert ends_of(found) == [(0, 3)]
 
 
-def test_with_two_receivers_it_goes_from_stage_to_stage() -> None:
-    found = routes()
-    found.learn({0: [stash("x")], 3: [pop("x")]})
-    assert found.learn({0: [stash("x")], 2: [pop("x")]})
-    assert (found.by_stage, found.ends) == ({}, [])
+def test_a_layer_that_pops_and_stashes_a_name_pops_first() -> None:
+    both = layer(stash=["x"], pop=["x"])
+    found = routes(layer(stash=["x"]), layer(), both, layer(), layer(pop=["x"]), extra=layer(pop=["y"]))
+    assert found == {0: {SkipKey(None, "x"): 2}, 2: {SkipKey(None, "x"): 4}}
+
+
+def test_what_no_layer_stashes_has_no_route() -> None:
+    assert routes(layer(), layer(), layer(pop=["x"]), extra=layer(stash=["x"])) == {}
+
+
+def test_what_the_plain_functions_keep_has_none() -> None:
+    assert ends_of(routes(layer(), layer(), layer())) == []
