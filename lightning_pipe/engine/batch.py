@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_pipe.engine.containers import fresh
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.layer_calls import Profiler
 from lightning_pipe.intercept.random_streams import RandomStreams
-from lightning_pipe.skip import SkipKey
 from lightning_pipe.torch_internals import tree_map
 
 StepFunction = Callable[[int, Any], Any]
@@ -21,15 +21,6 @@ _AS_THEY_ARE = nullcontext()
 
 THOROUGH, _SAMPLED = 4, 64
 """What layers refer to is compared in the first batches, and in one of so many later ones."""
-
-
-class BatchObserver:
-    """Looks at a training batch while it runs, and leaves no trace in it. This one looks at nothing."""
-
-    def before_layer(
-        self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]
-    ) -> None:
-        """A layer (``key`` is its number) or a module outside the sequence (``key`` is negative) is about to run."""
 
 
 class Cut(NamedTuple):
@@ -51,7 +42,7 @@ class Batch:
         streams: the batch's random streams.
         training: whether gradients are wanted.
         undisturbed: whether no other micro-batch is under way meanwhile, which could read what this one changes.
-        observers: look at the batch while it runs.
+        profiler: looks at each call of a layer, and leaves no trace in it; ``None``: nobody does.
         cut: puts micro-batches together; ``None``: they run one by one.
         using: ``using(stage, micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
@@ -69,7 +60,7 @@ class Batch:
     streams: RandomStreams
     training: bool
     undisturbed: bool = False
-    observers: Sequence[BatchObserver] = ()
+    profiler: Profiler | None = None
     cut: Cut | None = None
     # A shared context that does nothing: it is entered around every computation.
     using: Callable[[int, int], AbstractContextManager[None]] = lambda _stage, _micro_batch: _AS_THEY_ARE
@@ -111,11 +102,6 @@ class Batch:
     def slice(self, micro_batch: int) -> Any:
         """A micro-batch for one run: the step may change it, and nothing else shares its memory."""
         return fresh(self.micro_batches[micro_batch])
-
-    def before_layer(self, *call: Any) -> None:
-        """Let the observers look at a call of a layer; see `BatchObserver`."""
-        for observer in self.observers:
-            observer.before_layer(*call)
 
 
 def _detached(result: Any) -> Any:

@@ -65,7 +65,7 @@ class JointForward:
         modes = tuple(part.training for part in self.stages.interceptor.computing())
         key = stage, *(batch.signatures[index] for index in pair), modes
         way = self._ways.get(key)
-        if way is not None and batch.cut is not None and not batch.observers:  # they look at each micro-batch
+        if way is not None and batch.cut is not None and batch.profiler is None:  # it looks at each one
             with suppress(UnlikeError, GivenOtherValuesError):  # the runs apart tell of the last one
                 kept, both = self._run(stage, pair, batch, received)
                 if {to: crossing.path for to, crossing in both.items()} != way.both:
@@ -108,7 +108,7 @@ class JointForward:
         self, stage: int, pair: Sequence[int], batch: Batch, received: Received, apart: Sequence[Crossings]
     ) -> _Way | None:
         """How the two pass the stage together, if that makes of them what two passes have made."""
-        unseen, each = replace(batch, observers=()), [{to: left[to].path for to in left} for left in apart]
+        unseen, each = replace(batch, profiler=None), [{to: left[to].path for to in left} for left in apart]
         # whatever a step may raise that was not made for this
         with leaving_no_trace(), torch.enable_grad(), put_back(self.stages), suppress(Exception):
             _, both = self._run(stage, pair, unseen, received)

@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
-from lightning_pipe.engine.batch import Batch, BatchObserver, Cut, StepFunction
+from lightning_pipe.engine.batch import Batch, Cut, StepFunction
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.connections import connect
 from lightning_pipe.engine.containers import signature
@@ -26,6 +26,7 @@ from lightning_pipe.engine.turns import Turns
 from lightning_pipe.engine.undivided import run_whole
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.interceptor import Interceptor
+from lightning_pipe.intercept.layer_calls import Profiler
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -102,7 +103,7 @@ class Pipeline(PartitionedModule):
             self.reductions.stage_done,
             self.skips,
         )
-        self._observers: list[BatchObserver] = []
+        self._profiler: Profiler | None = None
         self._signatures: dict[Hashable, int] = {}
         self._program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
@@ -268,13 +269,13 @@ class Pipeline(PartitionedModule):
         self.reductions.finish()
 
     @contextmanager
-    def observed(self, observer: BatchObserver) -> Iterator[None]:
-        """Let an observer look at the training batches inside."""
-        self._observers.append(observer)
+    def profiled(self, profiler: Profiler) -> Iterator[None]:
+        """Let a profiler look at the calls of layers in the training batches inside."""
+        self._profiler = profiler
         try:
             yield
         finally:
-            self._observers.remove(observer)
+            self._profiler = None
 
     @contextmanager
     def recorded(self) -> Iterator[list[Event]]:
@@ -326,9 +327,9 @@ class Pipeline(PartitionedModule):
         numbers = [known.setdefault((*mode, signature(part)), len(known)) for part in micro_batches]
         draws = None if transport.shares_generators else self.executor.stages.draws[training]
         streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas, draws)
-        observers = [*self._observers] if training else []
         undisturbed = len(micro_batches) == 1 and self.synchronous
-        return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed, observers)
+        profiler = self._profiler if training else None
+        return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed, profiler)
 
     @contextmanager
     def running(self, streams: RandomStreams, *, caches: bool = False) -> Iterator[None]:

@@ -183,7 +183,7 @@ class Stages:
             self.parameter_use,
             self.device,
             self.interceptor.cache,
-            profiler=batch.before_layer if batch.training and batch.observers else None,
+            profiler=batch.profiler,
             training=batch.training,
             alone=batch.undisturbed,
             ahead=batch.ahead,
@@ -206,7 +206,7 @@ class Stages:
                 saved.loss = loss * weight if weight else loss.detach()
         elif batch.training:
             for crossing in run.crossings.values():
-                saved.outbound.update((number, crossing.tensors[number]) for number in crossing.differentiable)
+                saved.outbound |= {number: crossing.tensors[number] for number in crossing.differentiable}
         return saved, run.crossings, result
 
     def backward(self, saved: Saved, came: Returned) -> Returned:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipe.engine.batch import BatchObserver
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard, recomputing
@@ -29,7 +28,7 @@ class LayerCost(NamedTuple):
     saved_bytes: int
 
 
-class LayerProfiler(BatchObserver):
+class LayerProfiler:
     """Measures each layer and outside module when it is called for the first time.
 
     Args:
@@ -43,7 +42,6 @@ class LayerProfiler(BatchObserver):
         self._inputs: dict[int, int] = {}
         self._last = 0
 
-    @override
     def before_layer(
         self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]
     ) -> None:
@@ -140,5 +138,5 @@ class _Endless(Store):
 def profiled(pipeline: Pipeline) -> Iterator[LayerProfiler]:
     """Measure the layers that the training batches inside call."""
     profiler = LayerProfiler(pipeline)
-    with pipeline.observed(profiler):
+    with pipeline.profiled(profiler.before_layer):
         yield profiler

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipe.engine.batch import BatchObserver
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SizeCosts
 from lightning_pipe.schedules import Action, Family, Kind
 from lightning_pipe.schedules.family import Orders
-from lightning_pipe.skip import SkipKey
 from lightning_pipe.torch_internals import tree_leaves
 from lightning_pipe.transport.single_process import SingleProcess
 
@@ -164,7 +162,7 @@ def crossing_bytes(args: Any, kwargs: Any) -> int:
     return sum(tensor.nbytes for tensor in [each for each in tensors if each.requires_grad] or tensors)
 
 
-class _Bytes(BatchObserver):
+class _Bytes:
     """Bytes of the activations that each layer is called with, and of what autograd keeps, in the first micro-batch.
 
     What autograd keeps counts at the layer that runs, what the user's step does before the first layer at that, and
@@ -181,10 +179,8 @@ class _Bytes(BatchObserver):
         self._layer, self._done = 0, False
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
-    @override
-    def before_layer(
-        self, name: str, key: int, forward: Callable[..., Any], args: Any, kwargs: Any, skips: Mapping[SkipKey, Any]
-    ) -> None:
+    def before_layer(self, name: str, key: int, forward: Any, args: Any, kwargs: Any, skips: Any) -> None:
+        """A layer is about to run."""
         if key < 0:
             return
         self._done = self._done or key in self.inputs
@@ -202,7 +198,10 @@ class _Bytes(BatchObserver):
 def _bytes(pipeline: Pipeline, step: Step, module: nn.Module, part: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """What each layer keeps for its backward pass, and what it hands to the next."""
     found, number = _Bytes(module), len(pipeline.names)
-    with pipeline.observed(found), torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor):
+    with (
+        pipeline.profiled(found.before_layer),
+        torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor),
+    ):
         _train(pipeline, step, module, part, 0)
     saved = [0.0] * number
     for layer, size in found.kept.values():

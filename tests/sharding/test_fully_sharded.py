@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 import pytest
 
-from lightning_pipe.engine.batch import BatchObserver
 from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
@@ -74,7 +73,7 @@ def test_values_of_gradients_are_limited() -> None:
         oracle.assert_equal(trace, truth)
 
 
-class WholeParameters(BatchObserver):
+class WholeParameters:
     """Notes how many bytes of whole parameters this process has when a stage begins to compute."""
 
     def __init__(self) -> None:
@@ -97,7 +96,7 @@ def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             strategy: Any = trainer.strategy
             observer.parameters, observer.executor = strategy.sharding.parameters, strategy.pipeline.executor
-            strategy.pipeline._observers.append(observer)
+            strategy.pipeline._profiler = observer.before_layer
 
     quiet()
     entry, observer = MODELS["pairs"], WholeParameters()
