@@ -80,7 +80,7 @@ def divide(
         deferred_batch_norm=deferred_batch_norm,
         passes=passes,
     )
-    pipeline.reductions.reduce_in(before["reductions"].dtype)
+    pipeline.reductions.dtype = before["reductions"].dtype
     pipeline.reductions.scattered = before["reductions"].scattered
     pipeline.partition()
 

@@ -45,9 +45,9 @@ class GradientGroups:
     Attributes:
         shards: divides the parameters that other processes hold as well over these; ``None`` until `form`.
         scattered: whether a sum goes to the process that updates the parameter alone; to be set before `form`.
+        dtype: in which gradients are sent and added, see `GradientSync`; to be set before `form`.
         sharded: has the parameters that processes divide: none has all gradients of its stages; ``None``: none does.
         overlapped: whether a stage that is done is reduced at once; otherwise all wait for `finish`.
-        dtype: in which gradients are sent and added; see `GradientSync`.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -105,12 +105,6 @@ class GradientGroups:
             places = {DATA: self._transport.replica, TENSOR: self._transport.topology.tensor_rank}
             return first and not any(places[each] for each in places.keys() - dimensions(parameter))
         return self.shards.mine(parameter) if self.scattered and self.shards is not None else first
-
-    def reduce_in(self, dtype: torch.dtype | None) -> None:
-        """Send and add gradients in this type from now on; between two batches, the same on all ranks."""
-        self.dtype = dtype
-        if self._reducer is not None:
-            self._reducer.dtype = dtype
 
     def stage_done(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank."""

@@ -69,15 +69,12 @@ class GradientSync:
         dtype: in which gradients of wider types are sent and added; ``None``: each in its own. Every gradient is
             rounded once, and so is every sum of two, in the order of a ring or tree. In ``torch.bfloat16`` the sum of
             n is off by at most ``n * 2**-8`` of the sum of magnitudes.
-
-    Attributes:
-        dtype: as given.
     """
 
     def __init__(
         self, transport: Transport, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> None:
-        self.dtype = dtype
+        self._dtype = dtype
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._entries: dict[Key, _Entry] = {}
@@ -89,7 +86,7 @@ class GradientSync:
         members: tuple[int, ...],
         owner: Callable[[Parameter], int] | None = None,
     ) -> None:
-        """Name what is to be reduced. Replaces what the key stood for.
+        """Name what is to be reduced.
 
         Args:
             key: the same on all members, such as ``("stage", 3)``; all keys must compare with each other. The largest
@@ -98,16 +95,12 @@ class GradientSync:
             members: the processes that hold them, sorted. Their group must have been made.
             owner: the member that gets the sum of a parameter, the same on all members; ``None``: all of them get it.
         """
-        if key in self._entries and self._entries[key].wanted:
-            raise ConfigurationError(f"The reduction of {key!r} is under way.", hint="Call finish first.")
         own = list(parameters)
         self._entries[key] = _Entry(own, members, None if owner is None else {id(each): owner(each) for each in own})
 
     def start(self, key: Key) -> None:
         """Reduce the gradients of a key in the background, as soon as its turn in the group has come."""
         entry = self._entries[key]
-        if entry.wanted:
-            raise ConfigurationError(f"The reduction of {key!r} was started twice.", hint="Call finish once per batch.")
         entry.wanted = True
         self._issue(entry.members)
 
@@ -183,8 +176,9 @@ class GradientSync:
         return flat
 
     def _sent_as(self, parameter: Parameter) -> torch.dtype:
-        wider = self.dtype is not None and parameter.is_floating_point() and parameter.itemsize > self.dtype.itemsize
-        return self.dtype if wider and self.dtype is not None else parameter.dtype
+        if self._dtype is None or not parameter.is_floating_point() or parameter.itemsize <= self._dtype.itemsize:
+            return parameter.dtype
+        return self._dtype
 
     @torch.no_grad()
     def _finish(self, key: Key, entry: _Entry) -> None:

@@ -147,7 +147,7 @@ class DividedModule:
             materialize(module)
         pipeline, notes, store, costs, built = division
 
-        pipeline.reductions.reduce_in(options.reduce_dtype)
+        pipeline.reductions.dtype = options.reduce_dtype
         pipeline.reductions.scattered = options.shard_optimizer == "gradients"
         forget(module)
         if len(pipeline.pipeline_members) > 1:

@@ -114,7 +114,7 @@ def summed_in_sixteen_bits(
     """For each update the gradients of this process, and for each parameter its holders."""
     pipeline = Pipeline(net, find_layers(net, "layers"), [2, 2], family, transport)
     pipeline.partition()
-    pipeline.reductions.reduce_in(torch.bfloat16)
+    pipeline.reductions.dtype = torch.bfloat16
     pipeline.reductions.scattered = scattered
     summed, size = [], 4 if pipeline.asynchronous is None else pipeline.asynchronous.stream.micro_batches
     for number, batch in enumerate(batches(3)):

@@ -214,10 +214,6 @@ def test_late_gradients_raise() -> None:
         reducer.add(0, [weight], EVERYONE)
         weight.grad = torch.ones(2)
         reducer.start(0)
-        with pytest.raises(ConfigurationError, match="started twice"):
-            reducer.start(0)
-        with pytest.raises(ConfigurationError, match="under way"):
-            reducer.add(0, [weight], EVERYONE)
         weight.grad = torch.ones(2)
         with pytest.raises(ConfigurationError, match="after its reduction had started"):
             reducer.finish()
