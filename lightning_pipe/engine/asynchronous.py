@@ -73,6 +73,8 @@ class AsynchronousPipeline:
         self.versions = WeightVersions(pipeline.module, pipeline.ownership)
         self._in_flight: dict[int, _BatchInFlight] = {}
         self._calls = self._arrived = self._before = 0
+        # Stages run a batch one call after the other: what goes past some of them is received as many calls later.
+        self._lag = max((late - early for early, late in pipeline.skips), default=1)
         self._check_batch_norm(deferred_batch_norm)
 
     # ------------------------------------------------------------------ what the caller asks
@@ -130,7 +132,7 @@ class AsynchronousPipeline:
             # This object only puts the generators back after the call; every batch brings streams of its own.
             streams = RandomStreams(0, pipeline.transport.device)
             with torch.enable_grad(), self.versions.call(), pipeline.running(streams):
-                pipeline.executor.advance(actions, call.again, self._find)
+                pipeline.executor.advance(actions, call.again, self._find, number, self._lag)
         except BaseException:
             self.drop()
             raise

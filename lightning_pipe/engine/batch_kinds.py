@@ -25,6 +25,7 @@ class BatchKind(NamedTuple):
 
 
 _REGISTERED: dict[type, BatchKind] = {}
+_PLAIN = frozenset((dict, list, tuple))
 WHOLE = "PipeStrategy(micro_batches=1) runs the batch whole, which is exact."
 """The remedy for every batch that cannot be cut."""
 
@@ -49,6 +50,8 @@ def register_batch(type: type, split: Split, size: Size) -> None:
 def kind_of(node: Any) -> BatchKind | None:
     """How a part of a batch is cut, if it has functions of its own for that."""
     kind = type(node)
+    if kind in _PLAIN and kind not in _REGISTERED:
+        return None  # for each micro-batch of each run
     registered = next((_REGISTERED[base] for base in kind.__mro__ if base in _REGISTERED), None)
     if registered is not None or isinstance(node, Tensor | str | bytes):
         return registered

@@ -127,8 +127,8 @@ class BoundaryExchange:
 
     A plan comes into force at the next `end_batch`, when no message is under way: both ends then know it. In an
     asynchronous schedule it comes into force for the micro-batches that set out when those that it was made from have
-    come back (`agree`), and where batches of an evaluation follow each other for later ones (`end_action`). Until then,
-    and whenever a step takes a path that the plan does not know, the crossing goes in full over the slow path.
+    come back, and where batches of an evaluation follow each other for later ones (`agree`). Until then, and whenever a
+    step takes a path that the plan does not know, the crossing goes in full over the slow path.
 
     Args:
         transport: the rank's transport.
@@ -141,7 +141,8 @@ class BoundaryExchange:
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
     # with the plan by which it was posted: another may be in force by the time it is filled
     _posted: dict[tuple[str, BoundaryKey], tuple[Parts, BoundaryPlan]] = field(default_factory=dict)
-    _sending: deque[list[Work]] = field(default_factory=deque)
+    # the sends of this call, and by number those of earlier ones
+    _sending: list[Work] = field(default_factory=list)
     _of_earlier: deque[tuple[int, list[Work]]] = field(default_factory=deque)
     # by peer and pipe: the gradients sent there that it has not said to have used, and how many of its own are used
     _returned: defaultdict[tuple[int, int], deque[Sequence[Work]]] = field(default_factory=lambda: defaultdict(deque))
@@ -166,7 +167,7 @@ class BoundaryExchange:
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
         whole = crossing.path, crossing.words, [tensor.detach().cpu() for tensor in crossing.tensors.values()]
-        self._under_way(key, self.transport.send_object(whole, peer, key.tag(0)))
+        self._sending.append(self.transport.send_object(whole, peer, key.tag(0)))
         self.transfers[key] = Transfer(signature, BoundaryPlan.of(crossing.path))
 
     def expect(self, key: BoundaryKey, peer: int, signature: Hashable) -> None:
@@ -244,11 +245,10 @@ class BoundaryExchange:
         for hop in (self._hops or {}).values():
             hop.end()
         self._hops = None
-        self._of_earlier.append((0, [work for works in self._sending for work in works]))
-        for sends in (self._sending, self._returned, self._used):
+        for _, works in (*self._of_earlier, (0, self._sending)):
+            _end(works)
+        for sends in (self._sending, self._of_earlier, self._returned, self._used):
             sends.clear()
-        while self._of_earlier:
-            _end(self._of_earlier.popleft()[1])
         # A buffer that nobody fills would take the first message of the next batch.
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
@@ -257,35 +257,24 @@ class BoundaryExchange:
         for plans in self._plans.values():
             plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
 
-    def end_action(self, number: int, lag: int) -> None:
-        """End an action of batches that follow each other, each of one micro-batch.
-
-        Both ends of a boundary make the same plans of the same batches, though at different times: messages of a lane
-        keep their order, and no gradients come back. A plan is in force for batches that no end has come to by then.
+    def end_call(self, number: int, lag: int) -> None:
+        """End a call that leaves micro-batches under way.
 
         Args:
-            number: of the batch.
-            lag: by how many batches at most any rank is ahead of any other, and more. What was sent of batches so far
-                back has arrived.
+            number: of the call.
+            lag: the receivers have come to what was sent so many calls ago, or will without waiting for this rank.
         """
-        if self.transfers:
-            self.agree(list(self.transfers), since=number + lag)
         if self._sending:
-            self._of_earlier.append((number, [work for works in self._sending for work in works]))
-            self._sending.clear()
-            while self._of_earlier[0][0] <= number - lag:
-                _end(self._of_earlier.popleft()[1])
-
-    def end_call(self) -> None:
-        """End a call of an asynchronous schedule: wait for the sends of the call before, and of older ones.
-
-        Stages run a batch one call after the other: what goes past some of them, a skip connection, is received as many
-        calls later. The receivers have come to the others by now, or will without waiting for this rank.
-        """
-        _end(self._sending.popleft() if self._sending else ())
+            self._of_earlier.append((number, self._sending))
+            self._sending = []
+        while self._of_earlier and self._of_earlier[0][0] <= number - lag:
+            _end(self._of_earlier.popleft()[1])
 
     def agree(self, keys: Iterable[BoundaryKey], since: int) -> None:
         """Make plans of transfers that are complete, and forget these.
+
+        Both ends of a boundary make the same plans of the same transfers, though at different times. A plan is in force
+        for micro-batches that no end has come to by then.
 
         Args:
             keys: the transfers, the same at both ends.
@@ -332,15 +321,8 @@ class BoundaryExchange:
         works = [*self.transport.send_parts(layout, words, data, peer, lane)]
         if said is not None and not self.transport.inline_control:
             works.append(self.transport.send_object(said, peer, key.tag(_CONTROL[lane.direction])))
-        self._under_way(key, *works)  # each keeps its message until it is gone
+        self._sending += works  # each keeps its message until it is gone
         return works
-
-    def _under_way(self, key: BoundaryKey, *works: Work) -> None:
-        """Wait for a send at the end of the call in which the receiver has surely come to it."""
-        calls = key.to - key.stage
-        while len(self._sending) <= calls:
-            self._sending.append([])
-        self._sending[calls] += works
 
     def _post(self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan) -> None:
         words: Callable[[], Words] = partial(self.transport.receive_object, peer, key.tag(_CONTROL[lane.direction]))

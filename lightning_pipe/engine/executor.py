@@ -43,7 +43,7 @@ class Executor:
 
           from stage s - 1                                                    to stage s + 1
         RECEIVE_FORWARD posts a buffer                                SEND_FORWARD takes
-                 |   [inbound] if s - 1 is on this rank                  [crossing] or, on this rank, [inbound]
+                 |   [left] if s - 1 is on this rank                     [left]
                  v                                                            ^
               FORWARD ------------------------------------------------------- +
                  |  [saved]: the graph; or, if it runs again,
@@ -149,32 +149,26 @@ class Executor:
             self._loop(self._prepared, lambda micro_batch: (batch, micro_batch))
             self.exchange.end_batch()
 
-    def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find) -> None:
-        """Run one call of an asynchronous schedule: what it leaves under way stays so.
+    def advance(
+        self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find, number: int, lag: int
+    ) -> None:
+        """Run one call of an asynchronous schedule, or an action of batches that follow each other.
+
+        What it leaves under way stays so.
 
         Args:
             actions: the call's actions; micro-batches are numbered over all batches.
             again: the forwards among them that a later call runs again, as ``(stage, micro_batch)``.
             find: knows the batch of a micro-batch.
+            number: of the call.
+            lag: see `BoundaryExchange.end_call`.
         """
         with self._whole():
             self._loop(self._prepare(actions, again), find)
-            self.exchange.end_call()
-
-    def perform(self, action: Action, find: Find, lag: int) -> None:
-        """Run one action of batches that follow each other, each of one micro-batch and with a number.
-
-        Args:
-            action: the action.
-            find: knows the batch of a number.
-            lag: see `BoundaryExchange.end_action`.
-        """
-        with self._whole():
-            self._loop(self._prepare([action], ()), find)
-            self.exchange.end_action(action.micro_batch or 0, lag)
+            self.exchange.end_call(number, lag)
 
     def empty(self) -> None:
-        """Nothing is under way any more after calls of `advance` or `perform`: end what they have left open."""
+        """Nothing is under way any more after calls of `advance`: end what they have left open."""
         with self._whole():
             self.exchange.end_batch()
 
@@ -259,11 +253,7 @@ class Executor:
         # On the last stage the list is empty, and so are the crossings.
         for to in self.later[here.stage]:
             crossing = crossings.get(to) or next(iter(crossings.values())).emptied()
-            key = BoundaryKey(*here, to)
-            if self.placement[here.pipe, to] == self.rank:
-                self._under_way.inbound[key] = crossing.detached()  # no copy, nothing left out
-            else:
-                self._under_way.crossing[key] = crossing
+            self._under_way.left[BoundaryKey(*here, to)] = crossing
 
     def _collect(self, here: StageKey) -> Crossing | None:
         """What earlier stages send to a stage, put together."""
@@ -271,11 +261,11 @@ class Executor:
         earlier = self.earlier[here.stage]
         for stage in earlier:
             key = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
-            received = self._under_way.inbound.pop(key, None)
-            if received is None:
-                received = self.exchange.receive(
-                    key, self.placement[here.pipe, stage], self._signature(here.micro_batch)
-                )
+            if (local := self._under_way.left.pop(key, None)) is not None:
+                received = local.detached()  # no copy, nothing left out
+            else:
+                signature = self._signature(here.micro_batch)
+                received = self.exchange.receive(key, self.placement[here.pipe, stage], signature)
             if len(earlier) > 1:
                 self._under_way.arrived.setdefault(here, {})[stage] = frozenset(received.tensors)
             inbound = received if inbound is None else inbound.joined(received)
@@ -324,7 +314,7 @@ class Executor:
     # ------------------------------------------------------------------ messages
 
     def _send_forward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.send(key, _peer(action), self._signature(key.micro_batch), self._under_way.crossing.pop(key))
+        self.exchange.send(key, _peer(action), self._signature(key.micro_batch), self._under_way.left.pop(key))
 
     def _receive_forward(self, action: Action, key: BoundaryKey) -> None:
         self.exchange.expect(key, _peer(action), self._signature(key.micro_batch))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.engine.batch import Batch, StepFunction
@@ -91,14 +92,14 @@ class StreamedEvaluation:
 
     def perform(self, action: Action) -> None:
         """Run an action."""
-        executor = self._pipeline.executor
-        if action.kind is Kind.FORWARD:
-            batch, _ = self._find(action.micro_batch or 0)
-            with self._pipeline.running(batch.streams):
-                executor.perform(action, self._find, self.lag)
+        executor, number = self._pipeline.executor, action.micro_batch or 0
+        forward = action.kind is Kind.FORWARD
+        with self._pipeline.running(self._batches[number].streams) if forward else nullcontext():
+            executor.advance([action], (), self._find, number, self.lag)
+        # no gradients come back, and no rank is so many batches ahead of another
+        executor.agree_on_plans(range(number, number + 1), since=number + self.lag)
+        if forward:
             self._pipeline.commit_evaluated()
-        else:
-            executor.perform(action, self._find, self.lag)
 
     def end(self) -> None:
         """End behind the last batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -98,11 +97,11 @@ class _Mail:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.rank, self.ranks = transport.rank, transport.topology.ranks
-        self._sending: dict[int, list[Work]] = defaultdict(list)
+        self._sending: list[Work] = []
 
     def send(self, obj: Any, rank: int) -> None:
         """Start to send an object."""
-        self._sending[rank].append(self._transport.send_object(obj, rank, _TAG))
+        self._sending.append(self._transport.send_object(obj, rank, _TAG))
 
     def receive(self, rank: int) -> Any:
         """The next object that a rank sends."""
@@ -110,7 +109,5 @@ class _Mail:
 
     def wait(self) -> None:
         """Wait for all that is being sent."""
-        for works in self._sending.values():
-            for work in works:
-                work.wait()
-        self._sending.clear()
+        for work in self._sending:
+            work.wait()

@@ -56,8 +56,7 @@ class UnderWay:
         kept: what the first run of a forward pass has left that runs again: its input.
         saved: what a forward pass has left for its backward pass: its graph.
         arrived: for a stage with several senders, which numbers came from which stage; their gradients go back there.
-        inbound: what a stage of this rank has handed to a later one of this rank.
-        crossing: what is to be sent to a later stage.
+        left: what has left a stage for a later one, by a message or on this rank.
         gradients: what is to go back to an earlier stage, by a message or on this rank.
         peak_held: the most forward passes that waited for their backward pass at any time of the last batch.
     """
@@ -65,8 +64,7 @@ class UnderWay:
     kept: dict[StageKey, Kept] = field(default_factory=dict)
     saved: dict[StageKey, Saved] = field(default_factory=dict)
     arrived: dict[StageKey, dict[int, frozenset[int]]] = field(default_factory=dict)
-    inbound: dict[BoundaryKey, Crossing] = field(default_factory=dict)
-    crossing: dict[BoundaryKey, Crossing] = field(default_factory=dict)
+    left: dict[BoundaryKey, Crossing] = field(default_factory=dict)
     gradients: dict[BoundaryKey, Returned] = field(default_factory=dict)
     peak_held: int = 0
 
@@ -77,5 +75,5 @@ class UnderWay:
 
     def clear(self) -> None:
         """Drop everything: a batch has failed, and its graphs must not stay in memory."""
-        for entries in (self.kept, self.saved, self.arrived, self.inbound, self.crossing, self.gradients):
+        for entries in (self.kept, self.saved, self.arrived, self.left, self.gradients):
             entries.clear()

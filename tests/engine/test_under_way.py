@@ -24,6 +24,6 @@ def test_the_most_forward_passes_that_waited_are_counted() -> None:
 def test_nothing_is_left_of_a_batch_that_failed() -> None:
     under_way, crossing = UnderWay(), Crossing(RunRecord((), ()), {})
     under_way.save(StageKey(0, 0, 0), saved())
-    under_way.crossing[BoundaryKey(0, 0, 0, 1)] = under_way.inbound[BoundaryKey(0, 0, 0, 1)] = crossing
+    under_way.left[BoundaryKey(0, 0, 0, 1)] = crossing
     under_way.clear()
     assert under_way == UnderWay(peak_held=1)
