@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import Lender, LiveTensor
+from lightning_pipe.intercept.call_record import LiveTensor
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
-from lightning_pipe.intercept.tensor_state import TensorState, has_changed, state_of, version_of
+from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.torch_internals import graph_nodes
-
-_NO_SHARING = "Use the out-of-place form, or .clone() one of them."
 
 
 class Arrival:
@@ -31,7 +27,6 @@ class Arrival:
         pending: what is not in the step yet.
         incoming: the entry of the tensors into autograd, once they are in the step.
         copied: the tensors that have come as copies of one memory, with their versions and numbers.
-        lenders: by number, the tensor whose memory another one shares on the stage that this comes from.
     """
 
     def __init__(self, inbound: Crossing | None, tracker: Tracker, skipped: SkippedLayers) -> None:
@@ -40,8 +35,6 @@ class Arrival:
         self.incoming: Incoming | None = None
         self._begin = 0
         self.copied: list[tuple[Tensor, int | None, int]] = []
-        self.lenders: dict[int, Lender] = {}
-        self._own: list[tuple[Tensor, TensorState, int]] = []
 
     def fill(self) -> None:
         """Give the placeholders of the run the received values."""
@@ -69,16 +62,7 @@ class Arrival:
         # each value as it is taken, from the end, which is the first one.
         incoming.tensors.reverse()
         for entry in entries:
-            if entry.lender is not None:
-                self._note_lender(entry.number, entry.lender)
             self._tracker.numbers.fill(entry.number, incoming.tensors.pop())
-
-    def _note_lender(self, number: int, lender: Lender) -> None:
-        """A tensor has come that is a copy here of memory which this stage has for itself."""
-        own = self._skipped.lenders.get(lender)
-        if own is not None and not self._tracker.numbers.derived(own):
-            self._own.append((own, state_of(own), number))
-            self.lenders[number] = lender
 
     def is_older(self, tensor: Tensor | GradientEdge) -> bool:
         """Whether a tensor of a graph was there before this stage's first layer, for earlier stages to use."""
@@ -89,26 +73,12 @@ class Arrival:
         answered = (parameter for module in self._skipped.modules for parameter in module.parameters())
         return self._tracker.is_leaf_before(leaf) or any(parameter is leaf for parameter in answered)
 
-    def check_copies(self, leaving: Iterable[Crossing]) -> None:
-        """Raise if one of two tensors with one memory has changed since the cut at which they became two.
-
-        Args:
-            leaving: what leaves this stage: the next one may use both.
-        """
+    def check_copies(self) -> None:
+        """Raise if one of two tensors with one memory has changed since the cut at which they became two."""
         for tensor, version, number in self.copied:
             if version_of(tensor) != version:
                 raise CutError(
                     f"tensor {number}, {tuple(tensor.shape)}, is changed in place after a cut, and another tensor that "
                     "crosses the cut shares its memory.",
-                    hint=_NO_SHARING,
-                )
-        if not self._own:
-            return
-        needed = self._tracker.used | {entry.number for crossing in leaving for entry in crossing.path.entries}
-        for tensor, state, number in self._own:
-            if number in needed and has_changed(tensor, state):
-                raise CutError(
-                    f"a tensor {tuple(tensor.shape)} {tensor.dtype} is changed in place after a cut, and what a layer "
-                    f"before the cut returned, tensor {number}, shares its memory.",
-                    hint=_NO_SHARING,
+                    hint="Use the out-of-place form, or .clone() one of them.",
                 )

@@ -117,23 +117,17 @@ class CallRecord(NamedTuple):
         return one and not others and self.container is None
 
 
-Lender = tuple[int, int | Place]
-
-
 class LiveTensor(NamedTuple):
     """One tensor that is alive at a cut.
 
-    ``shared`` marks tensors whose memory another live tensor shares, or whose own elements do: they travel as copies,
-    so changing one in place after the cut would be wrong, and raises. The other one may be an argument or attribute of
-    a layer that returned a view of it, and that every stage has for itself: ``lender`` has the position of the call,
-    and that of the argument or the place of the attribute.
+    ``shared`` marks tensors whose memory another tensor shares, or whose own elements do: they travel as copies, so
+    changing one in place after the cut would be wrong, and raises.
     """
 
     number: int
     spec: TensorSpec
     requires_grad: bool
     shared: bool
-    lender: Lender | None = None
 
 
 @dataclass(frozen=True)

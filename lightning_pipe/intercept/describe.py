@@ -81,7 +81,7 @@ def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequen
 def _lends_nothing(tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:
     """Whether a result without a graph, of an evaluation, is no argument of the call, and shares no memory with one."""
     given = any(result is argument for argument in arguments)
-    return not (given or tracker.in_place.lend(result, len(tracker.calls), enumerate(arguments)))
+    return not (given or tracker.in_place.lend(result, enumerate(arguments)))
 
 
 def _describe(
@@ -114,7 +114,7 @@ def _describe(
         numbered = unique([*(tensor for tensor, *_ in changed), *(one for *_, also in changed for one in also)]) + new
         # the record says already that the others change: their memory needs no lender
         owners = [(at, owner) for at, owner in owners if at not in mutated]
-    lent = {at for leaf in new for at in tracker.in_place.lend(leaf, len(tracker.calls), owners)}
+    lent = {at for leaf in new for at in tracker.in_place.lend(leaf, owners)}
     numbers, differentiable = tracker.numbers.give_all(numbered)
     return CallRecord(
         name,

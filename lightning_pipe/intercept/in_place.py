@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import Lender
 from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
@@ -34,7 +33,8 @@ class InPlace:
 
     def __init__(self, numbers: Numbers, parameter_use: ParameterUse, *, partial: bool) -> None:
         self._numbers, self._parameter_use, self._partial = numbers, parameter_use, partial
-        self._lent: dict[int, tuple[Any, Lender]] = {}
+        # kept, so that no other storage gets its address
+        self._lent: dict[int, Any] = {}
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
         """What a call is given, to find out with `changed` what it did to it."""
@@ -63,12 +63,11 @@ class InPlace:
         base = tensor._base
         return () if base is None or self._numbers.derived(tensor) else (base,)
 
-    def lend(self, result: Tensor, call: int, owners: Iterable[tuple[int | Place, Any]]) -> Sequence[int | Place]:
-        """Whose memory a layer's result shares, of the tensors that every stage has for itself.
+    def lend(self, result: Tensor, owners: Iterable[tuple[int | Place, Any]]) -> Sequence[int | Place]:
+        """Whose memory a layer's result shares, of the tensors that every stage has for itself: it stays as it is.
 
         Args:
             result: a leaf of what the layer returns.
-            call: the position of its call among those outside layers.
             owners: the leaves of its arguments with their positions, and its attributes with their places.
         """
         if result.grad_fn is not None and result._base is None:
@@ -81,25 +80,26 @@ class InPlace:
             for at, owner in owners
             if isinstance(owner, Tensor) and not self._numbers.derived(owner) and memory_of(owner) == memory
         ]
-        if lent:  # of several with this memory the last one stands for all
-            storage = result.untyped_storage()
-            self._lent[memory] = storage, (call, lent[-1])  # kept, so that no other storage gets its address
+        if lent:
+            self.keep(result)
         return lent
 
-    def lender_of(self, tensor: Tensor) -> Lender | None:
-        """Which tensor that every stage has for itself a derived one shares its memory with."""
-        if not self._lent or not self._numbers.derived(tensor):
-            return None
-        _, lender = self._lent.get(memory_of(tensor) or 0, (None, None))
-        return lender
+    def keep(self, tensor: Tensor) -> None:
+        """A layer's result shares the memory of what every stage has for itself; other stages have it as a copy."""
+        if (memory := memory_of(tensor)) is not None:
+            self._lent[memory] = tensor.untyped_storage()
+
+    def is_lent(self, tensor: Tensor) -> bool:
+        """Whether a tensor has memory that every stage has for itself, and a layer's result, too."""
+        return bool(self._lent) and memory_of(tensor) in self._lent
 
     def check_not_lent(self, changed: Sequence[Tensor], name: str) -> None:
-        """Raise if a change in place would reach, on this stage alone, a tensor that every stage has for itself."""
-        for tensor in changed:
-            if self._partial and self.lender_of(tensor) is not None:
+        """Raise if a change in place would not reach both on all stages: a layer's result, and what it is a view of."""
+        for tensor in changed if self._partial else ():
+            if self.is_lent(tensor):
                 raise CutError(
                     f"'{name}' changes a tensor {tuple(tensor.shape)} {tensor.dtype} in place, and an argument or "
-                    "attribute of the layer that returned it shares its memory; other stages have that as it was.",
+                    "attribute of a layer shares its memory with what that has returned: other stages have a copy.",
                     hint="Use the out-of-place form, or .clone() one of them.",
                 )
 

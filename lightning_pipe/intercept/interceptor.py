@@ -14,7 +14,7 @@ from lightning_pipe.intercept.distributions import show_distributions
 from lightning_pipe.intercept.generation_caches import Caches
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.layer_tensors import LayerTensors
+from lightning_pipe.intercept.layer_tensors import check_unchanged
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
@@ -67,7 +67,6 @@ class Interceptor:
         roots = [*layers, *self._outside]
         self.state = LayerState(module, roots, *places, one_pipe=one_pipe)
         self.cache = RunCache(module, self.state)
-        self._tensors = LayerTensors(self.computing, self.state.written)
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
@@ -168,7 +167,7 @@ class Interceptor:
         self.run = run
         again = is_recomputing()
         if isinstance(run, StageRun) and not (run.stage.all or again):
-            run.tracker.changing = self._tensors.check
+            run.tracker.changing = lambda *change: check_unchanged(self.computing(), self.state.written, *change)
         try:
             with self.state.of_run(run, counts=not again, alone=run.tracker.alone):
                 return run.run(step)

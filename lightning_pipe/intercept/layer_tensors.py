@@ -8,7 +8,7 @@ are compared around thorough runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -30,40 +30,37 @@ _HINT = (
 )
 
 
-class LayerTensors:
-    """The parameters and buffers of layers and outside modules.
+def check_unchanged(
+    modules: Iterable[nn.Module],
+    code_of: Callable[[nn.Module, str], str],
+    changed: Sequence[Tensor],
+    function: str,
+) -> None:
+    """A function is about to change tensors in place, outside of layers.
 
     Args:
-        modules: gives all parts of these.
-        written: names an attribute of one as code writes it.
+        modules: all parts of the layers and outside modules.
+        code_of: an attribute of one as code writes it.
+        changed: the tensors.
+        function: the function.
+
+    Raises:
+        CutError: one of them shares its memory with a parameter or buffer of a layer or an outside module.
     """
-
-    def __init__(self, modules: Callable[[], Iterable[nn.Module]], written: Callable[[nn.Module, str], str]) -> None:
-        self._modules, self._written = modules, written
-
-    def check(self, changed: Sequence[Tensor], function: str) -> None:
-        """A function is about to change tensors in place, outside of layers.
-
-        Raises:
-            CutError: one of them shares its memory with a tensor of a layer or an outside module.
-        """
-        if function.startswith("requires_grad") or (function.endswith(".__set__") and function != "data.__set__"):
-            return  # what belongs to a tensor changes, and not its values
-        # looked up anew: a parameter may get other memory, and another tensor its former one
-        places = {_key(tensor): (part, name) for part, name, tensor in self._tensors()}
-        for tensor in changed:
-            if not isinstance(tensor, Placeholder) and (place := places.get(_key(tensor))) is not None:
-                raise CutError(
-                    f"'{function}' changes `{self._written(*place)}` in place in the step, which runs once for each "
-                    "micro-batch, on the ranks of other stages, too.",
-                    hint=_HINT,
-                )
-
-    def _tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for part in self._modules():
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                if tensor is not None:
-                    yield part, name, tensor
+    # looked up anew: a parameter may get other memory, and another tensor its former one
+    places = {
+        _key(tensor): (part, name)
+        for part in modules
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        if tensor is not None
+    }
+    for tensor in changed:
+        if not isinstance(tensor, Placeholder) and (place := places.get(_key(tensor))) is not None:
+            raise CutError(
+                f"'{function}' changes `{code_of(*place)}` in place in the step, which runs once for each "
+                "micro-batch, on the ranks of other stages, too.",
+                hint=_HINT,
+            )
 
 
 def _key(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.arrival import Arrival
-from lightning_pipe.intercept.call_record import Lender, LiveTensor, RunRecord
+from lightning_pipe.intercept.call_record import LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -59,8 +59,7 @@ def crossings_of(
     calls, next_stage = tuple(tracker.calls), stage.stage + 1
     leaving: dict[int, list[tuple[LiveTensor, Tensor]]] = {next_stage: []}
     for number, tensor in alive:
-        lender = tracker.in_place.lender_of(tensor) or arrival.lenders.get(number)
-        entry = entry_of(number, tensor, id(tensor) in shared, lender)
+        entry = entry_of(number, tensor, id(tensor) in shared or tracker.in_place.is_lent(tensor))
         leaving.setdefault(routed.get(number, next_stage), []).append((entry, tensor))
     return {
         to: Crossing(
@@ -82,13 +81,12 @@ def check_plain(tensor: Tensor, layer: str) -> None:
         )
 
 
-def entry_of(number: int, tensor: Tensor, shared: bool, lender: Lender | None) -> LiveTensor:
+def entry_of(number: int, tensor: Tensor, shared: bool) -> LiveTensor:
     """The entry of a tensor in the path of the cut; see `LiveTensor`."""
     spec = TensorSpec.of(tensor)
     # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
     detached = tensor._is_view() and tensor.grad_fn is None
-    shared = shared or lender is not None or spec.overlaps
-    return LiveTensor(number, spec, tensor.requires_grad and not detached, shared, lender)
+    return LiveTensor(number, spec, tensor.requires_grad and not detached, shared or spec.overlaps)
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import CallRecord, Lender, Passed, Repeated, Seen
+from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import Attributes, containers_in, replace_contents
 from lightning_pipe.intercept.inner_hooks import act
 from lightning_pipe.intercept.layer_calls import RunCache
@@ -35,7 +35,6 @@ class SkippedLayers:
     Attributes:
         attributes: what skipped layers keep as attributes.
         modules: those that it has answered for.
-        lenders: arguments and attributes whose memory a skipped layer's result may share; see `LiveTensor`.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class SkippedLayers:
         self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
         self.attributes, self._cache = Attributes(), cache
         self.modules: list[nn.Module] = []
-        self.lenders: dict[Lender, Tensor] = {}
 
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call that another rank runs, with placeholders for its tensors."""
@@ -82,7 +80,7 @@ class SkippedLayers:
         for at in call.lent:
             owner = arguments[at] if isinstance(at, int) else vars(module.get_submodule(at[0])).get(at[1])
             if isinstance(owner, Tensor):
-                self.lenders[len(tracker.calls) - 1, at] = owner
+                tracker.in_place.keep(owner)
         old = self._old(call)
         if old:
             tracker.in_place.forget([*old.values()], name)

@@ -153,7 +153,7 @@ class StageRun:
             self._returned(result)
         finally:
             self.skipped_layers.attributes.restore()
-        self.arrival.check_copies(self.crossings.values())
+        self.arrival.check_copies()
         return result
 
     def returning(self, result: Any) -> None:

@@ -327,7 +327,6 @@ class Tracker(TorchFunctionMode):
 
     def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:
         """What is written to when these change in place; raises if other stages would not see it."""
-        self.in_place.check_not_lent(changed, name)
         written = self.in_place.written(changed)
         self._check_changing(written, name)
         if not self.alone:
@@ -335,6 +334,9 @@ class Tracker(TorchFunctionMode):
         return written
 
     def _check_changing(self, written: Sequence[Tensor], name: str) -> None:
+        if name.startswith("requires_grad") or (name.endswith(".__set__") and name != "data.__set__"):
+            return  # what belongs to a tensor changes, and not its values
+        self.in_place.check_not_lent(written, name)
         if self.changing is not None:
             self.changing(written, name)
         for tensor in () if self.alone or self.waiting else written:

@@ -73,7 +73,7 @@ def test_a_change_of_one_of_two_copies_raises() -> None:
         h = nn.Parameter(torch.zeros(2)) * 1
         kept = [h, h * 2]
         came.fill()
-        came.check_copies([])
+        came.check_copies()
         kept[0].add_(1)
     with pytest.raises(CutError, match=r"tensor 0, .* is changed in place after a cut"):
-        came.check_copies([])
+        came.check_copies()

@@ -224,7 +224,7 @@ def test_equals_one_device(model: type[Net], run: dict[str, Any]) -> None:
         (Gives, "'set_' changes a tensor in place"),
         (WritesInVmap, "'add_' changes a tensor in place"),
         (FunctionalNorm, "'batch_norm' changes 'mean' in place before this stage's layers"),
-        (Flattened, "an argument or attribute of the layer that returned it shares its memory"),
+        (Flattened, "an argument or attribute of a layer shares its memory"),
         (FlattenedChangedLater, "another tensor that crosses the cut shares its memory"),
     ],
 )

@@ -21,10 +21,10 @@ def test_only_memory_that_overlaps_is_shared() -> None:
 
 def test_entries_say_what_travels() -> None:
     x = torch.ones(2, 3, requires_grad=True)
-    assert entry_of(4, x.t(), False, None) == LiveTensor(4, TensorSpec((3, 2), torch.float32, (1, 3)), True, False)
-    assert entry_of(4, x * 1, False, (0, 1)).shared
+    assert entry_of(4, x.t(), False) == LiveTensor(4, TensorSpec((3, 2), torch.float32, (1, 3)), True, False)
+    assert entry_of(4, x * 1, True).shared
     windows = torch.ones(6).unfold(0, 3, 1)
-    assert entry_of(4, windows, False, None).shared
+    assert entry_of(4, windows, False).shared
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2).to_sparse(), nn.Parameter(torch.ones(2))], ids=["sparse", "type"])

@@ -47,6 +47,16 @@ def test_calls_of_what_is_derived_are_recorded_and_numbered() -> None:
     assert first.used == {0}, "what a call is given"
 
 
+def test_what_changes_in_place_is_told_but_for_what_changes_no_values() -> None:
+    told, x, y = [], torch.ones(2), torch.ones(2)
+    with (first := tracker()):
+        first.changing = lambda changed, name: told.append((name, len(changed)))
+        x.requires_grad_().requires_grad = False
+        x.grad = None
+        y[0].mul_(2)
+    assert told == [("mul_", 2)], "the view and what it is a view of"
+
+
 def test_a_stage_that_waits_gets_placeholders_of_the_same_numbers() -> None:
     x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
     with (first := tracker()):
