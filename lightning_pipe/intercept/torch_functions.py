@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -90,8 +90,15 @@ def _is_augmented(name: str) -> bool:
     return name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}")
 
 
-RANDOM = Names("dropout1d dropout2d dropout3d gumbel_softmax", _tagged(torch.Tag.nondeterministic_seeded))
-"""Functions that draw random numbers. Others in Python may, too: see `draws`."""
+RANDOM = Names(
+    """
+    dropout1d dropout2d dropout3d gumbel_softmax multi_head_attention_forward fractional_max_pool2d
+    fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices lobpcg pca_lowrank
+    svd_lowrank kaiming_normal_ kaiming_uniform_ orthogonal_ sparse_ trunc_normal_ xavier_normal_ xavier_uniform_
+    """,
+    _tagged(torch.Tag.nondeterministic_seeded),
+)
+"""Functions of torch that draw random numbers, or may."""
 
 FACTORIES = Names("as_tensor asarray from_numpy frombuffer new_tensor scalar_tensor tensor", _is_factory)
 """Functions that make a tensor of their own."""
@@ -106,40 +113,12 @@ _EMBEDDINGS = frozenset("embedding embedding_bag".split())
 def draws(func: Any, name: str) -> bool:
     """Whether a function may draw random numbers, which then come from a stream of its own.
 
-    torch says it of its own operations. Of its functions in Python, the code says what they may call; nothing is known
-    of what others have written. States of generators would tell what a call drew, but only after it, and threads share
-    them.
+    Of torch's functions it is known; of what others have written nothing is. States of generators would tell what a
+    call drew, but only after it, and threads share them.
     """
-    if name in RANDOM:
-        return True
-    return isinstance(func, (FunctionType, MethodType, _Packet, _Overload)) and _may_call_random(func)
-
-
-@cache
-def _may_call_random(func: Any) -> bool:
-    """Whether the code of a function mentions what draws, or calls functions of torch in Python that do."""
-    waiting, seen = [func], set()
-    while waiting:
-        function = inspect.unwrap(waiting.pop())
-        if not isinstance(function, FunctionType) or not function.__module__.startswith("torch."):
-            return True
-        if function in seen:
-            continue
-        seen.add(function)
-        names = set(_names_in(function.__code__))
-        if any(name in RANDOM for name in names):
-            return True
-        found = [function.__globals__.get(name, getattr(F, name, None)) for name in names]
-        found += [cell.cell_contents for cell in function.__closure__ or ()]
-        waiting += [each for each in found if isinstance(each, FunctionType)]
-    return False
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+    if isinstance(func, (FunctionType, MethodType)) and str(func.__module__).startswith("torch."):
+        return name in RANDOM
+    return name in RANDOM or isinstance(func, (FunctionType, MethodType, _Packet, _Overload))
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -58,6 +60,37 @@ def test_what_draws_is_known() -> None:
     assert "bernoulli" in RANDOM
     assert "zeros" in FACTORIES
     assert "to" not in FACTORIES
+
+
+def may_draw(function: FunctionType) -> bool:
+    """Whether the code of a function of torch names what draws, or calls functions in Python that do."""
+    waiting, seen = [function], set[FunctionType]()
+    while waiting:
+        each = inspect.unwrap(waiting.pop())
+        if not isinstance(each, FunctionType) or each in seen or not each.__module__.startswith("torch."):
+            continue
+        seen.add(each)
+        names = names_in(each.__code__)
+        if any(name in RANDOM for name in names):
+            return True
+        found = [each.__globals__.get(name, getattr(F, name, None)) for name in names]
+        found += [cell.cell_contents for cell in each.__closure__ or ()]
+        waiting += [other for other in found if isinstance(other, FunctionType)]
+    return False
+
+
+def names_in(code: CodeType) -> set[str]:
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_functions_of_torch_in_python_that_draw_are_listed() -> None:
+    listed = [each for each in torch.overrides.get_overridable_functions().values() for each in each]
+    public = [each for name, each in vars(torch.nn.init).items() if name.endswith("_") and name[0] != "_"]
+    drawing = {function_name(each) for each in (*listed, *public) if isinstance(each, FunctionType) and may_draw(each)}
+    assert [name for name in drawing if name not in RANDOM] == []
+    assert {"dropout", "multi_head_attention_forward", "fractional_max_pool2d_with_indices", "pca_lowrank"} <= drawing
 
 
 def test_numbers_that_are_read_are_kept_and_addresses_are_not() -> None:
