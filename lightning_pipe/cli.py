@@ -22,7 +22,7 @@ _PROGRAM = "lightning-pipe"
 
 
 class _Command(NamedTuple):
-    """The module that has a function of the command's name, and what to type."""
+    """The module that has the command's function, and what to type."""
 
     module: str
     summary: str
@@ -98,8 +98,9 @@ def _run(name: str, words: Sequence[str]) -> None:
     same name as a field is the field's option.
     """
     command = _COMMANDS[name]
-    # torch takes seconds, and drawing schedules needs none: of the commands, the one that runs is imported
-    function: Callable[..., None] = getattr(importlib.import_module(command.module), name)
+    # no function is named as the command: jsonargparse looks for it in the packages around it, too, and
+    # `lightning_pipe.plan` imports torch, which takes seconds
+    function: Callable[..., None] = getattr(importlib.import_module(command.module), f"run_{name}")
     register_type(Fraction, fail_already_registered=False)
     examples = "\n".join(f"  {_PROGRAM} {name} {words}" for words in command.examples)
     parser = _Parser(prog=f"{_PROGRAM} {name}", epilog=f"examples:\n{examples}", formatter_class=_Help)

@@ -10,14 +10,17 @@ where *batch* is what one DataLoader iteration yields to one pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.text import several
 
 Auto = Literal["auto"]
+Balance = Literal["auto", "parameters", "flops", "time", "memory"] | Sequence[int] | Callable[[Any], float]
+"""What stages are to have the same of, the number of layers of every stage, or the cost of a layer."""
+
 RankOrder = Literal["pipeline", "replicas"]
 """Whose processes have neighbouring numbers: those of a pipeline, or those that hold the same stages."""
 

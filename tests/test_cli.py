@@ -170,11 +170,18 @@ SLOW = {"torch", "lightning", "numpy", "matplotlib", "transformers"}
 """Packages whose import takes longer than what a command that needs no module has to do."""
 
 
-def test_the_command_starts_without_what_it_does_not_need() -> None:
+@pytest.mark.parametrize(
+    ("words", "begin"),
+    [
+        (["schedule", "1f1b"], "1f1b: 4 ranks"),
+        *(([name, "--help"], f"usage: lightning-pipe {name} ") for name in ("plan", "search", "profile", "schedule")),
+    ],
+)
+def test_the_command_starts_without_what_it_does_not_need(words: list[str], begin: str) -> None:
     names = f"print(sorted({SLOW!r} & sys.modules.keys()))"
-    run = f"import sys, lightning_pipe.cli; lightning_pipe.cli.main(['schedule', '1f1b']); {names}"
+    run = f"import atexit, sys, lightning_pipe.cli; atexit.register(lambda: {names}); lightning_pipe.cli.main({words})"
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("1f1b: 4 ranks")
+    assert done.stdout.startswith(begin)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from math import isfinite
-from typing import Final, Literal
+from typing import Final
 
 from torch import nn
 
+from lightning_pipe.config import Balance
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition.balancing import balance as balance_costs
 from lightning_pipe.partition.calls import Layers
@@ -19,7 +20,6 @@ from lightning_pipe.partition.holding import parameter_costs
 from lightning_pipe.partition.sequence import find_layers
 from lightning_pipe.text import several
 
-Balance = Literal["auto", "parameters", "flops", "time", "memory"] | Sequence[int] | Callable[[nn.Module], float]
 AUTO: Final = "auto"
 """By the work that a first batch shows, else by parameters."""
 

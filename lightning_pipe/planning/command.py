@@ -1,4 +1,7 @@
-"""``lightning-pipe plan`` and ``search``: how a module would be cut, and which configuration is fastest."""
+"""``lightning-pipe plan`` and ``search``: how a module would be cut, and which configuration is fastest.
+
+What runs imports torch, which takes seconds; annotations name nothing of it, since jsonargparse imports what they name.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,15 @@ import shutil
 import sys
 from typing import Any
 
-import torch
-from torch import nn
-
 from lightning_pipe import schedules
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import find_layers
-from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.planning.layer_sizes import of_process
-from lightning_pipe.planning.make import plan as planned
 from lightning_pipe.planning.options import PlanOptions, SearchOptions
-from lightning_pipe.planning.prediction import Predictor
-from lightning_pipe.planning.render import plan_text
-from lightning_pipe.planning.search import search as searched
 
 FORM = "package.module:Name"
 _REMEDY = "Give the values it needs with --arguments.NAME VALUE, or name a function that makes the module."
 
 
-def plan(
+def run_plan(
     module: str,
     options: PlanOptions,
     arguments: dict[str, Any] | None = None,
@@ -47,12 +40,15 @@ def plan(
         schedule_options: such as --schedule_options.virtual_stages 3.
         profile: file of `lightning-pipe profile`: then memory counts activations, and the bubble is that of the stages.
     """
+    from lightning_pipe.planning.make import plan
+    from lightning_pipe.planning.render import plan_text
+
     family = schedules.get(schedule, **(schedule_options or {}))
-    made = planned(made_module(module, arguments or {}), **{**vars(options), "schedule": family})
+    made = plan(made_module(module, arguments or {}), **{**vars(options), "schedule": family})
     print(plan_text(made, width=shutil.get_terminal_size((100, 24)).columns))
 
 
-def search(
+def run_search(
     module: str,
     options: SearchOptions,
     arguments: dict[str, Any] | None = None,
@@ -72,12 +68,18 @@ def search(
         families: schedules to look among, such as [1f1b,gpipe] (default: all with a flush).
         profile: file of `lightning-pipe profile` (a search goes by parameters without).
     """
-    made: Any = made_module(module, arguments or {})
+    from lightning_pipe.partition import find_layers
+    from lightning_pipe.planning.cost_profile import CostProfile
+    from lightning_pipe.planning.layer_sizes import of_process
+    from lightning_pipe.planning.prediction import Predictor
+    from lightning_pipe.planning.search import search
+
+    made = made_module(module, arguments or {})
     if profile is not None:
         layers = find_layers(made, options.layers, 1)
         costs = of_process(made, layers, False, options.tensor_parallel_size, CostProfile.load(profile))
         made = Predictor(costs)
-    print(searched(made, **vars(options)))
+    print(search(made, **vars(options)))
 
 
 def imported(place: str) -> Any:
@@ -97,18 +99,20 @@ def imported(place: str) -> Any:
         raise ConfigurationError(f"{place} cannot be imported: {error}.") from error
 
 
-def made_module(place: str, arguments: dict[str, Any], device: str = "meta") -> nn.Module:
+def made_module(place: str, arguments: dict[str, Any], device: str = "meta") -> Any:
     """The module that a place makes; by default without values in its parameters.
 
     Raises:
         ConfigurationError: it cannot be made, or is no module.
     """
+    import torch
+
     make = imported(place)
     try:
         with torch.device(device):
             module = make(**arguments)
     except Exception as error:
         raise ConfigurationError(f"{place} failed with {type(error).__name__}: {error}", hint=_REMEDY) from error
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, torch.nn.Module):
         raise ConfigurationError(f"{place} made a {type(module).__name__}, not a module.", hint=_REMEDY)
     return module

@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any, Literal
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition.cache import write_atomically
 from lightning_pipe.simulate.link import Link
 from lightning_pipe.version import __version__
 
@@ -264,6 +263,8 @@ class CostProfile:
         Raises:
             OSError: it cannot be written.
         """
+        from lightning_pipe.partition.cache import write_atomically  # with torch, which the options need not
+
         content = {"format": FORMAT, **asdict(self)}
         content["sizes"] = {str(size): asdict(costs) for size, costs in self.sizes.items()}
         write_atomically(Path(path), json.dumps(content, indent=1) + "\n")

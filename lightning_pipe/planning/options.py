@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from lightning_pipe.config import Auto, RankOrder, Sharding, layout
+from lightning_pipe.config import Auto, Balance, RankOrder, Sharding, layout
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import Balance
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute

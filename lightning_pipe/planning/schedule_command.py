@@ -17,7 +17,7 @@ from lightning_pipe.simulate.costs import Costs, PerStage
 COMPARE = "compare"
 
 
-def schedule(
+def run_schedule(
     name: str,
     costs: Costs,
     ranks: int = 4,

@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.command import FORM, imported, made_module
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.planning.profile_store import ProfileStore
-from lightning_pipe.profiling.measure import measure_profile
-from lightning_pipe.profiling.processes import in_processes
-from lightning_pipe.transport.base import Transport
 
 _NAMED = f"Name a function that makes a batch or a loader, or a data module: --batch {FORM}."
 
 
-def profile(
+def run_profile(
     module: str,
     arguments: dict[str, Any] | None = None,
     batch: str | None = None,
@@ -44,6 +39,8 @@ def profile(
         timeout: seconds for all of it.
         output: the file (default: where runs of the module look for it, in the cache folder).
     """
+    from lightning_pipe.profiling.processes import in_processes
+
     options = {"micro_batch_sizes": sizes, "layers": layers, "rounds": rounds}
     job = partial(measure_named, place=module, arguments=arguments or {}, batch=batch, options=options)
     found, kept = in_processes(job, ranks, device, timeout)
@@ -57,9 +54,13 @@ def profile(
 
 
 def measure_named(
-    transport: Transport, *, place: str, arguments: dict[str, Any], batch: str | None, options: dict[str, Any]
+    transport: Any, *, place: str, arguments: dict[str, Any], batch: str | None, options: dict[str, Any]
 ) -> tuple[CostProfile, Path]:
     """In each process: make the module and its batch, measure, and say where runs look for it."""
+    from lightning_pipe.partition import find_layers
+    from lightning_pipe.planning.profile_store import ProfileStore
+    from lightning_pipe.profiling.measure import measure_profile
+
     module = made_module(place, arguments, str(transport.device))
     found = measure_profile(transport, module, _batch(module, batch), **options)
     return found, ProfileStore(module, find_layers(module, options["layers"]), {}).path
