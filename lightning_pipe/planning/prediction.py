@@ -18,8 +18,9 @@ from lightning_pipe.planning.cost_profile import MOMENTS, CostProfile
 from lightning_pipe.planning.division import Factors, factors
 from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
-from lightning_pipe.simulate import Costs, Link, Memory, peak, simulate
+from lightning_pipe.simulate import Costs, Link, Memory, peak
 from lightning_pipe.simulate.memory import held_by
+from lightning_pipe.simulate.simulator import makespan
 from lightning_pipe.text import several
 
 
@@ -208,11 +209,11 @@ class Predictor:
 
     def _over_time(self, one: Configuration, costs: Callable[[Schedule], Costs]) -> float:
         if one.family.synchronous:
-            return next(self._along(one, lambda schedule: [_time(schedule, costs(schedule))]))
+            return next(self._along(one, lambda schedule: [float(makespan(schedule, costs(schedule)))]))
         # Without a flush: what one batch more takes, once ranks are filled.
         fill = -(-2 * one.ranks // one.micro_batches)
         few, more = (self.schedule(one, (fill + number) * one.micro_batches) for number in (1, 2))
-        return _time(more, costs(more)) - _time(few, costs(few))
+        return float(makespan(more, costs(more)) - makespan(few, costs(few)))
 
     def numbers(self, one: Configuration) -> tuple[int, ...]:
         """Micro-batches of the schedules that tell of a configuration: its own, or few where its order repeats."""
@@ -238,10 +239,6 @@ class Predictor:
 def _built(family: Family, ranks: int, micro_batches: int, stages: int) -> Schedule:
     with warnings.catch_warnings(action="ignore"):  # an order that is cut short is predicted as it is
         return family.unchecked(ranks, micro_batches, stages)
-
-
-def _time(schedule: Schedule, costs: Costs) -> float:
-    return float(simulate(schedule, costs).makespan)
 
 
 def divided_share(schedule: Schedule) -> float:

@@ -235,11 +235,13 @@ class _Search:
         costs = stage_costs(self.predictor.profile, self.predictor.layers(one), one.samples, [1] * one.stages)
         there, whole, inputs, weights = costs.forward, costs.backward, costs.backward_input, costs.backward_weight
         back = [min(b, i + w) for b, i, w in zip(whole, inputs, weights, strict=True)]  # type: ignore[arg-type]
-        # the last stage may keep what its backward pass takes at once
-        again = 0.0 if one.recompute == "never" else sum(there[:-1])  # type: ignore[index]
-        work = one.micro_batches * float(sum(there) + again + sum(back))  # type: ignore[arg-type]
+        work = one.micro_batches * float(sum(there) + sum(back))  # type: ignore[arg-type]
         if not one.family.synchronous:
             return work / one.ranks
+        if one.recompute != "never":
+            # a rank keeps what its next action takes back, and then waits while the stages above run forward at least
+            above = [*accumulate(there[:0:-1], initial=0.0)][::-1]  # type: ignore[index]
+            work += one.micro_batches * sum(map(min, there, above))  # type: ignore[arg-type]
         # a rank that divides its passes has parts of them left when others are behind it
         ends = there if _halves(one.family) else [a + b for a, b in zip(there, back, strict=True)]  # type: ignore[arg-type]
         ways = list(accumulate(ends, initial=0.0))  # type: ignore[arg-type]

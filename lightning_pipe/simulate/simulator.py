@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from lightning_pipe.schedules.action import Kind
 from lightning_pipe.schedules.dependencies import Number, Timed, play
@@ -33,27 +34,31 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         >>> timeline.makespan, timeline.bubble_ratio, timeline.peak_activations
         (33, Fraction(3, 11), (4, 3, 2, 1))
     """
-    costs = costs or Costs()
-    costs.check(schedule.stages)
-    played = play(
-        schedule,
-        costs.duration,
-        costs.transfer,
-        occupies=costs.occupies,
-        links=costs.links,
-        overlap=costs.overlap,
-    )
+    played, ends = _run(schedule, costs or Costs())
     events = [
         Event(rank, action.kind, action.stage, action.micro_batch, action.pipe, start, end)
         for rank, timed in enumerate(played)
         for action, start, end in timed
     ]
-    if schedule.synchronous and not schedule.forward_only:
-        events += _ends(schedule, costs, played)
-    timeline = Timeline.of(events, ranks=schedule.ranks, title=schedule.name)
+    timeline = Timeline.of([*events, *ends], ranks=schedule.ranks, title=schedule.name)
     if not schedule.synchronous:
         timeline = replace(timeline, synchronous=False, steady=timeline.repeating())
     return timeline
+
+
+def makespan(schedule: Schedule, costs: Costs) -> Number:
+    """That of `simulate` alone, for who compares many schedules: a timeline takes as long again."""
+    played, ends = _run(schedule, costs)
+    return max(chain((event.end for event in ends), (timed[-1].end for timed in played if timed)))
+
+
+def _run(schedule: Schedule, costs: Costs) -> tuple[list[list[Timed]], list[Event]]:
+    """What every rank computes, and what follows at the end of a batch."""
+    costs.check(schedule.stages)
+    options = {"occupies": costs.occupies, "links": costs.links, "overlap": costs.overlap}
+    played = play(schedule, costs.duration, costs.transfer, **options)  # type: ignore[arg-type]
+    flushed = schedule.synchronous and not schedule.forward_only
+    return played, [*_ends(schedule, costs, played)] if flushed else []
 
 
 def _ends(schedule: Schedule, costs: Costs, played: Sequence[Sequence[Timed]]) -> Iterator[Event]:
@@ -64,7 +69,7 @@ def _ends(schedule: Schedule, costs: Costs, played: Sequence[Sequence[Timed]]) -
     """
     free: list[Number] = [0] * schedule.ranks
     over = [timed[-1].end if timed else 0 for timed in played]
-    if _any(costs.reduce):
+    if any(at_stage(costs.reduce, stage) for stage in range(schedule.stages)):
         complete: dict[int, Number] = {}  # when the gradients of each stage are complete on all its holders
         for action, _, end in (entry for timed in played for entry in timed):
             if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
@@ -80,14 +85,9 @@ def _ends(schedule: Schedule, costs: Costs, played: Sequence[Sequence[Timed]]) -
                 for rank in holders:
                     free[rank] = start + cost
                     yield Event(rank, Kind.REDUCE, stage, None, 0, start, free[rank])
-    if _any(costs.step):
+    if any(at_stage(costs.step, stage) for stage in range(schedule.stages)):
         for rank in range(schedule.ranks):
             now = max(free[rank], over[rank])
             for stage in schedule.stages_of(rank):
                 start, now = now, now + at_stage(costs.step, stage)
                 yield Event(rank, Kind.STEP, stage, None, 0, start, now)
-
-
-def _any(cost: object) -> bool:
-    """Whether a cost is more than nothing at any stage."""
-    return any(cost) if isinstance(cost, Sequence) else bool(cost)

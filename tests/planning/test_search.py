@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 from itertools import product
 from math import inf
+from random import Random
 from typing import Any
 
 import pytest
@@ -223,6 +224,42 @@ def test_no_bound_is_above_the_time() -> None:
         for one in _candidates(costs, SearchOptions(4, 24, families=schedules.names())):
             for each in engine.ladder(one):
                 assert engine.bound(each) <= engine.predictor.seconds(each) * (1 + 1e-9), each.label
+
+
+def random_profile(rng: Random) -> CostProfile:
+    """Uneven in every respect: layers that take next to nothing beside long ones, slow links, slow updates."""
+    layers = range(rng.choice((4, 6, 8)))
+
+    def each(most: float) -> tuple[float, ...]:
+        return tuple(rng.choice((0.01, 0.3, 1.0)) * most * rng.random() for _ in layers)
+
+    def link() -> Link:
+        return Link(rng.choice((0, 0.1)) * rng.random(), 1e-8 * rng.random())
+
+    backward = each(2)
+    halves = tuple(seconds * rng.random() for seconds in backward)
+    costs = SizeCosts(each(1), backward, halves, each(10 * MIB), each(MIB), 0.1 * rng.random(), 0.1 * rng.random())
+    sizes = tuple(LayerSizes(f"h.{layer}", 1, rng.randrange(24 * MIB)) for layer in layers)
+    tied = (TiedSizes((0, layers[-1]), min(sizes[0].parameter_bytes, sizes[-1].parameter_bytes)),)
+    rest = 0.01 * rng.random(), 0.1 * rng.random(), rng.choice((0, 1e-8, 1e-7)) * rng.random()
+    return CostProfile("Net", sizes, {1: costs}, link(), link(), *rest, tied if rng.random() < 0.3 else ())
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_bounds_hold_and_leave_the_table_as_it_is_without_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = Random(seed)
+    costs, ranks, batch = random_profile(rng), rng.choice((2, 3, 4)), rng.choice((4, 6, 8))
+    engine = _Search(Predictor(costs), inf)
+    for one in _candidates(costs, SearchOptions(ranks, batch)):
+        for each in engine.ladder(one):
+            assert engine.bound(each) <= engine.predictor.seconds(each) * (1 + 1e-9), each.label
+    for memory in (None, rng.choice([choice.bytes for choice in search(costs, ranks, batch).choices])):
+        given = {"ranks": ranks, "global_batch": batch, "memory": memory, "shown": rng.choice((1, 3, 10))}
+        pruned = search(costs, **given)
+        with monkeypatch.context() as patch:
+            patch.setattr(_Search, "bound", lambda self, one: 0.0)
+            whole = search(costs, **given)
+        assert [one.seconds for one in pruned.choices] == [one.seconds for one in whole.choices]
 
 
 def test_parts_add_up_and_agree_with_the_simulator() -> None:
