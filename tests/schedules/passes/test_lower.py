@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pipe import schedules
-from lightning_pipe.schedules import Action, Kind, OneFOneB, Schedule, forward_only, lower
+from lightning_pipe.schedules import Kind, OneFOneB, Schedule, forward_only, lower
 from lightning_pipe.schedules.action import COMPUTE, blocks
 from lightning_pipe.schedules.family import schedule_of
-from tests.support.list_scheduling import list_schedule
+from tests.support.random_orders import random_order
 from tests.support.rendezvous_sends import RECEIVES, SENDS, assert_mirrored, run
 from tests.support.schedule_sweep import training_schedules
 
@@ -133,18 +133,12 @@ def test_1f1b_lowered() -> None:
     pipes=st.integers(1, 3),
     micro_batches=st.integers(1, 7),
 )
-def test_any_placement_can_be_list_scheduled_and_lowered(
+def test_any_order_of_any_placement_is_lowered(
     data: st.DataObject, ranks: int, stages: int, pipes: int, micro_batches: int
 ) -> None:
     pipes = min(pipes, micro_batches)
     place = {(pipe, stage): data.draw(st.integers(0, ranks - 1)) for pipe in range(pipes) for stage in range(stages)}
-    forwards: list[list[Action]] = [[] for _ in range(ranks)]
-    for micro_batch in data.draw(st.permutations(range(micro_batches))):
-        for stage in range(stages):
-            pipe = micro_batch % pipes
-            forwards[place[pipe, stage]].append(Action(Kind.FORWARD, stage, micro_batch, pipe))
-    limits = data.draw(st.lists(st.integers(1, 4), min_size=ranks, max_size=ranks))
-    training = schedule_of("any", list_schedule(forwards, stages, limits=limits))
+    training = schedule_of("any", random_order(place, ranks, stages, micro_batches, data.draw(st.randoms())))
     for schedule in (training, forward_only(training, micro_batches)):
         schedule.validate()
         lowered = lower(schedule)
