@@ -85,7 +85,7 @@ class Base(L.LightningModule):
     """
 
     layer: ClassVar[type[nn.Module]] = Layer
-    remedy: ClassVar[str] = "AnnealedInAHook"
+    remedy: ClassVar[str] = "CounterInAHook"
 
     def __init__(self, parts: int = 1) -> None:
         super().__init__()

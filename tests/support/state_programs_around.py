@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import lightning as L
@@ -54,16 +53,6 @@ class ConfigBefore(Configured):
         return x * self.config.scale
 
 
-@program(MICRO_BATCHES, train=STALE, train_chimera=r"self\.config\.scale")
-class ConfigReadBefore(Configured):
-    def before(self, x: Tensor) -> Tensor:
-        return x * self.config.scale
-
-    def behind(self, out: Tensor) -> Tensor:
-        self.config.shrink()
-        return super().behind(out)
-
-
 @program(MICRO_BATCHES, train_chimera=r"self\.config\.scale")
 class ConfigBehind(Configured):
     def behind(self, out: Tensor) -> Tensor:
@@ -107,13 +96,6 @@ class ConfigOfLayersBehind(SharedConfig):
     def behind(self, out: Tensor) -> Tensor:
         self.config.shrink()
         return super().behind(out)
-
-
-@program(MICRO_BATCHES, train=STALE, train_chimera=r"self\.config\.scale")
-class ConfigOfLayersBefore(SharedConfig):
-    def before(self, x: Tensor) -> Tensor:
-        self.config.shrink()
-        return x
 
 
 @program(BATCH_WHOLE, train_chimera=STALE)
@@ -311,17 +293,6 @@ class OwnGeneratorBefore(Base):
         return x + torch.rand((), generator=self.generator)
 
 
-@program(MICRO_BATCHES, train=OWN, evaluate=OWN)
-class OwnGeneratorBehind(Base):
-    remedy = "NoiseBefore"
-
-    def make(self) -> None:
-        self.generator = np.random.default_rng(3)
-
-    def behind(self, out: Tensor) -> Tensor:
-        return super().behind(out) * float(self.generator.random())
-
-
 @program(ONE_STAGE)
 class NoiseBefore(Base):
     def before(self, x: Tensor) -> Tensor:
@@ -333,14 +304,6 @@ class AugmentsBefore(Base):
     def before(self, x: Tensor) -> Tensor:
         x = x.flip(0) if random.random() < 0.5 else x * random.choice([0.5, 2.0])
         return x * float(np.random.rand())
-
-
-@program(BATCH_WHOLE, train=STALE, evaluate=STALE)
-class ClockBefore(Base):
-    remedy = "NoiseBefore"
-
-    def before(self, x: Tensor) -> Tensor:
-        return x * (1 + time.time() % 1)
 
 
 @program(BATCH_WHOLE, train=STALE, evaluate=STALE)

@@ -73,12 +73,6 @@ class CountOfTheLastLayerBehind(CountingLayers):
 
 
 @program(MICRO_BATCHES, train=r"self\.layers\.\d\.calls", evaluate=r"self\.layers\.\d\.calls")
-class CountOfTheFirstLayerBefore(CountingLayers):
-    def before(self, x: Tensor) -> Tensor:
-        return x * (1 + self.calls(0))
-
-
-@program(MICRO_BATCHES, train=r"self\.layers\.\d\.calls", evaluate=r"self\.layers\.\d\.calls")
 class CountOfTheLastLayerBefore(CountingLayers):
     def before(self, x: Tensor) -> Tensor:
         return x * (1 + self.calls(3))
@@ -234,22 +228,6 @@ class DropRateByTheGlobalStep(Base):
         return x
 
 
-@program(ONE_STAGE, train=r"self\.layers\.\d\.drop\.p", train_chimera=STALE)
-class DropRateByACounter(Base):
-    remedy = "DropRateInAHook"
-
-    layer = Dropping
-
-    def make(self) -> None:
-        self.count = 0
-
-    def before(self, x: Tensor) -> Tensor:
-        self.count += 1
-        for layer in self.layers:
-            layer.drop.p = 0.1 + 0.01 * self.count
-        return x
-
-
 @program(MICRO_BATCHES, train=r"self\.layers\.\d\.scale")
 class ScalesLayers(Base):
     """By their own value, before the layers."""
@@ -306,16 +284,6 @@ class ScalesLayersByACounter(Base):
         return x
 
 
-@program(BATCH_WHOLE, train_chimera=r"self\.layers\.\d\.scale")
-class SetsLayersByTheGlobalStep(Base):
-    remedy = "ScalesLayersInAHook"
-
-    def before(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            layer.scale = 0.9**self.global_step
-        return x
-
-
 class Tempered(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -337,17 +305,6 @@ class ShrinksBuffers(Base):
         return x
 
 
-@program(MICRO_BATCHES, train=r"self\.layers\.\d\.tau", evaluate=r"self\.layers\.\d\.tau")
-class ShrinksBuffersBehind(Base):
-    remedy = "ShrinksBuffersInAHook"
-
-    layer = Tempered
-
-    def behind(self, out: Tensor) -> Tensor:
-        self.layers[0].tau.mul_(0.95)
-        return super().behind(out)
-
-
 @program(MICRO_BATCHES)
 class ShrinksBuffersInAHook(Base):
     layer = Tempered
@@ -364,8 +321,6 @@ class Skipping(Layer):
 
 @program(MICRO_BATCHES, train=STALE)
 class ArgumentByACounter(Base):
-    remedy = "CounterInAHook"
-
     layer = Skipping
 
     def make(self) -> None:

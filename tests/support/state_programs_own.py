@@ -30,17 +30,7 @@ class OutputsAppend(Base):
         return [len(self.outputs), sum(map(float, self.outputs))]
 
 
-@program(BATCH_WHOLE, train_chimera=r"self\.outputs")
-class OutputsMeanOfAnEpoch(OutputsAppend):
-    """What is made of the list does not depend on how often it has grown."""
-
-    def seen(self) -> list[Any]:
-        return [torch.stack(self.outputs).mean()]
-
-
 class Counts(Base):
-    remedy = "CounterInAHook"
-
     def make(self) -> None:
         self.count = 0
 
@@ -53,16 +43,6 @@ class CounterBefore(Counts):
     def before(self, x: Tensor) -> Tensor:
         self.count += 1
         return x * (1 + 0.1 * self.count)
-
-
-@program(MICRO_BATCHES, train=STALE)
-class CounterReadBefore(Counts):
-    def before(self, x: Tensor) -> Tensor:
-        return x * (1 + 0.1 * self.count)
-
-    def behind(self, out: Tensor) -> Tensor:
-        self.count += 1
-        return super().behind(out)
 
 
 @program(MICRO_BATCHES, train=STALE)
@@ -193,19 +173,6 @@ class SetsBetaByTheGlobalStep(Base):
 
 
 @program(BATCH_WHOLE)
-class AnnealedInAHook(Base):
-    def make(self) -> None:
-        self.beta = 0.1
-
-    def before(self, x: Tensor) -> Tensor:
-        return x * self.beta
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx % self.parts == 0:
-            self.beta += 0.05
-
-
-@program(BATCH_WHOLE)
 class AnnealedByAMetric(Base):
     """A hook makes it of what the batch before has logged."""
 
@@ -218,52 +185,6 @@ class AnnealedByAMetric(Base):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.scale = 1 + float(self.trainer.callback_metrics["loss"])
-
-
-@program(MICRO_BATCHES, train=STALE)
-class TauInTheStep(Base):
-    def make(self) -> None:
-        self.tau = 1.0
-
-    def before(self, x: Tensor) -> Tensor:
-        self.tau = max(0.5, self.tau * 0.9)
-        return x * self.tau
-
-
-@program(MICRO_BATCHES, train_chimera=STALE)
-class TauBehind(Base):
-    def make(self) -> None:
-        self.tau = 1.0
-
-    def behind(self, out: Tensor) -> Tensor:
-        self.tau = max(0.5, self.tau * 0.9)
-        return super().behind(out) * self.tau
-
-    def seen(self) -> list[Any]:
-        return [self.tau]
-
-
-@program(BATCH_WHOLE, train_chimera=r"self\.sign")
-class FromTheBatch(Base):
-    """Each stage computes it by itself."""
-
-    def before(self, x: Tensor) -> Tensor:
-        self.sign = 1.0 if x.shape[1] == WIDTH else -1.0
-        return x * self.sign
-
-
-@program(MICRO_BATCHES, train=STALE)
-class LastLossBefore(Base):
-    def make(self) -> None:
-        self.last = 1.0
-
-    def before(self, x: Tensor) -> Tensor:
-        return x * self.last
-
-    def behind(self, out: Tensor) -> Tensor:
-        loss = super().behind(out)
-        self.last = 1 + loss.item()
-        return loss
 
 
 @program(MICRO_BATCHES, train=STALE)

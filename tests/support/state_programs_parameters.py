@@ -43,13 +43,6 @@ class TeacherInTheStep(Taught):
 
 
 @program(MICRO_BATCHES, train=STALE, evaluate=STALE)
-class TeacherBefore(Taught):
-    def before(self, x: Tensor) -> Tensor:
-        self.update()
-        return x
-
-
-@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
 class TeacherByItsData(Taught):
     def update(self) -> None:
         for mine, own in zip(self.teacher.parameters(), self.head.parameters(), strict=True):

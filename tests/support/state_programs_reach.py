@@ -124,12 +124,6 @@ class HookOfAPart(Hooked):
         self.layers[0].linear.register_forward_hook(lambda module, given, result: result * self.gain)
 
 
-@program(MICRO_BATCHES, train=STALE)
-class PreHookOfAPart(Hooked):
-    def hook(self) -> None:
-        self.layers[0].linear.register_forward_pre_hook(lambda module, given: (given[0] * self.gain,))
-
-
 class Outside(nn.Module):
     """Counts its calls outside the layers."""
 

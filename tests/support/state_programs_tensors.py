@@ -13,7 +13,10 @@ from tests.support.state_programs import MICRO_BATCHES, STALE, WIDTH, Base, prog
 from tests.support.state_programs_own import Counts
 
 
-class Queued(Base):
+@program(MICRO_BATCHES, train_chimera=STALE)
+class QueueBehind(Base):
+    """As MoCo's."""
+
     def make(self) -> None:
         self.register_buffer("queue", torch.zeros(8, WIDTH))
         self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
@@ -26,11 +29,6 @@ class Queued(Base):
     def seen(self) -> list[Any]:
         return [self.queue.sum(), self.pointer.sum()]
 
-
-@program(MICRO_BATCHES, train_chimera=STALE)
-class QueueBehind(Queued):
-    """As MoCo's."""
-
     def behind(self, out: Tensor) -> Tensor:
         loss = (out @ self.queue.clone().T).pow(2).mean() + super().behind(out)
         self.push(out)
@@ -40,13 +38,6 @@ class QueueBehind(Queued):
 @program(MICRO_BATCHES, train=STALE)
 class QueueBefore(QueueBehind):
     def before(self, x: Tensor) -> Tensor:
-        return x + self.queue.mean(0)
-
-
-@program(MICRO_BATCHES, train=STALE)
-class QueueOfTheBatch(Queued):
-    def before(self, x: Tensor) -> Tensor:
-        self.push(x)
         return x + self.queue.mean(0)
 
 
@@ -61,16 +52,6 @@ class Centred(Base):
         loss = (out - self.centre).pow(2).mean()
         self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0, keepdim=True)
         return loss
-
-
-@program(MICRO_BATCHES, train_chimera=STALE)
-class RunningMeanBehind(Base):
-    def make(self) -> None:
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def behind(self, out: Tensor) -> Tensor:
-        self.mean.mul_(0.9).add_(0.1 * out.detach().mean(0))
-        return (out - self.mean.clone()).pow(2).mean()
 
 
 @program(MICRO_BATCHES, train=STALE)
