@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning as L
@@ -102,39 +101,12 @@ class Counts(Evaluated):
         return super().validation_step((x * self.seen, y), batch_idx)
 
 
-class Calibrates(Evaluated):
-    """The last stage changes a buffer, which the first stage reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(WIDTH))
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        loss = super().validation_step((batch[0] - self.center, batch[1]), batch_idx)
-        self.center += 0.1 * loss
-        return loss
-
-
 class Looks(Evaluated):
     """Scales a batch by what the batch before it has logged."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         scale = float(self.trainer.callback_metrics.get("loss_step", 1.0))
         return super().validation_step((batch[0] * scale, batch[1]), batch_idx)
-
-
-class Late(Evaluated):
-    """Changes only late what it reads in all batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 1.0
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        loss = super().validation_step((batch[0] * self.scale, batch[1]), batch_idx)
-        if batch_idx == 2:
-            self.scale = 2.0
-        return loss
 
 
 class Keeps(Evaluated):
@@ -183,29 +155,11 @@ class Samples(Evaluated):
         return loss
 
 
-class Modes(Evaluated):
-    """The step puts the LightningModule itself into training mode, and back."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        self.train()
-        loss = super().validation_step(batch, batch_idx)
-        self.eval()
-        return loss
-
-
 class Alternates(Samples):
     """The step gives the LightningModule another mode for every batch, and leaves it so."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         self.train(batch_idx % 2 == 0)
-        return Evaluated.validation_step(self, batch, batch_idx)
-
-
-class Toggles(Samples):
-    """The step changes the mode of the layers by the mode that they are in."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        self.model.train(not self.model.training)
         return Evaluated.validation_step(self, batch, batch_idx)
 
 
@@ -231,30 +185,6 @@ class Scales(Evaluated):
         loss = super().validation_step(batch, batch_idx)
         for layer in self.model:
             layer.scale = 1.0 + 0.1 * float(loss)
-        return loss
-
-
-class Slots:
-    """A number that is no attribute of the module, in an object without a dictionary."""
-
-    __slots__ = ("seen",)
-
-    def __init__(self) -> None:
-        self.seen = 1
-
-
-class CountsInObject(Evaluated):
-    """Counts batches in such an object, and in a namespace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slots, self.space = Slots(), SimpleNamespace(seen=1)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        scale = self.slots.seen * self.space.seen
-        loss = super().validation_step((batch[0] * scale, batch[1]), batch_idx)
-        self.slots.seen += 1
-        self.space.seen += 2
         return loss
 
 

@@ -19,17 +19,13 @@ from tests.support.evaluated_modules import (
     Alternates,
     AsksMetric,
     Breaks,
-    Calibrates,
     Counts,
-    CountsInObject,
     Evaluated,
     Exhausts,
     Hooked,
     Keeps,
     Large,
-    Late,
     Looks,
-    Modes,
     Moved,
     Rows,
     Samples,
@@ -37,7 +33,6 @@ from tests.support.evaluated_modules import (
     SideBySide,
     Steps,
     Stream,
-    Toggles,
     Writer,
     loader,
     most,
@@ -56,23 +51,18 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "no_length": (Evaluated, lambda: DataLoader(Stream(), batch_size=SIZE), {}),
     "limited": (Evaluated, loader, {"limit_val_batches": 3}),
     "counted": (Counts, loader, {}),
-    "calibrated": (Calibrates, loader, {}),
     "hooked": (Hooked, loader, {}),
     "moved": (Moved, loader, {}),
     "looks": (Looks, loader, {}),
     "samples": (Samples, loader, {}),
-    "modes": (Modes, loader, {}),
     "alternates": (Alternates, loader, {}),
-    "toggled": (Toggles, loader, {}),
     "scaled": (Scales, loader, {}),
-    "in_object": (CountsInObject, loader, {}),
-    "late": (Late, loader, {}),
     "off": (Evaluated, loader, {}),
 }
 WAITING = {"hooked", "moved", "off"}
 """The cases that run batch by batch; all others stream."""
-DEPENDING = {"counted", "calibrated", "looks", "toggled", "scaled", "in_object", "late"}
-"""The cases that stream until stages see that a batch depends on an earlier one."""
+DEPENDING = {"counted", "looks", "scaled"}
+"""The cases that stream until stages see that a batch depends on an earlier one; the state contract has others."""
 
 
 @contextmanager
@@ -194,19 +184,7 @@ def check_two_ranks(names: list[str]) -> None:
     assert several[1].get("predicted_ahead", 2) == 2
 
 
-OFTEN = [
-    "plain",
-    "kept",
-    "scaled",
-    "toggled",
-    "counted",
-    "hooked",
-    "samples",
-    "modes",
-    "alternates",
-    "in_object",
-    "late",
-]
+OFTEN = ["plain", "kept", "scaled", "counted", "hooked", "samples", "alternates"]
 
 
 def test_two_ranks_equal_one_device() -> None:
