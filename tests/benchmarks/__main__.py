@@ -13,9 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 BENCHMARKS = {
-    "transport_cost": "cost of one message",
     "engine_cost": "cost of the engine per action, and of interception",
-    "bubble": "bubble of the running engine, with layers that sleep",
     "links": "time of a batch over a slow network, with layers that sleep, beside the simulated one",
     "overlap": "sums over replicas beside the cool-down, with layers that sleep",
     "families": "bubble of every synchronous schedule, with layers that sleep, and the gain of Chimera",

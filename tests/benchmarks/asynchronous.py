@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import schedules
 from lightning_pipe.simulate import simulate
-from tests.benchmarks.bubble import BACKWARD, FORWARD, SleepingLayer
+from recipes.reproduce.sleeping import Sleeper
 from tests.benchmarks.measure import Finding
 from tests.support import processes
 
 TOLERANCES = {4: 0.03, 8: 0.05}
+FORWARD, BACKWARD, ROWS = 0.04, 0.08, 4
+"""Seconds that a layer sleeps for a micro-batch, and the rows of a batch."""
 RUNS = 8
 """Layers of a stage x micro-batches of a batch: as much sleep in every batch, whatever the schedule, and long beside
 the time of a message, which 1F1B without a flush cannot hide."""
@@ -32,13 +34,14 @@ SKIPPED = 12
 class Sleeping(L.LightningModule):
     """Layers whose compute needs no core; notes the end of every batch."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, micro_batches: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(SleepingLayer() for _ in range(layers)))
+        each = FORWARD * micro_batches / ROWS
+        self.layers = nn.Sequential(*(Sleeper(each, BACKWARD / 2) for _ in range(layers)))
         self.ends: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.layers(batch).sum()
+        loss = self.layers(batch.requires_grad_()).sum()
         self.log("train_loss", loss)
         return loss
 
@@ -49,7 +52,7 @@ class Sleeping(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-9)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.ones(400, 4), batch_size=4)
+        return DataLoader(torch.ones(100 * ROWS, 4), batch_size=ROWS)
 
 
 def run(quick: bool) -> list[Finding]:
@@ -80,7 +83,7 @@ def measure(process: int, schedule: str, ranks: int, micro_batches: int, batches
 
     warnings.simplefilter("ignore")
     logging.disable()
-    module = Sleeping(ranks * RUNS // micro_batches)
+    module = Sleeping(ranks * RUNS // micro_batches, micro_batches)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=ranks,

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.benchmarks.bubble import FORWARD, SleepingLayer
+from recipes.reproduce.sleeping import Sleeper
 from tests.benchmarks.measure import Finding
 from tests.support import processes
 
 BATCHES, OF_PRODUCTS = 50, 20
 TOLERANCE = 0.10
+FORWARD, ROWS = 0.04, 4
+"""Seconds that a layer sleeps for a batch of so many rows."""
 LONGER = 0.1
 """Seconds that layers sleep where Lightning's own loops, on all ranks, take much of the time of the cores."""
 STEPS = ("validate", "test", "predict")
@@ -39,8 +41,9 @@ class Lit(L.LightningModule):
 
     def __init__(self, sleeping: int, seconds: float = FORWARD) -> None:
         super().__init__()
+        sleepers = (Sleeper(seconds / ROWS, seconds) for _ in range(sleeping))
         products = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(PRODUCTS))
-        self.layers = nn.Sequential(*((SleepingLayer(seconds) for _ in range(sleeping)) if sleeping else products))
+        self.layers = nn.Sequential(*(sleepers if sleeping else products))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layers(batch).square().mean()
@@ -214,7 +217,7 @@ def measure(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    samples, width, batches = (4, 4, batches) if sleeping else (SAMPLES, WIDTH, OF_PRODUCTS)
+    samples, width, batches = (ROWS, 4, batches) if sleeping else (SAMPLES, WIDTH, OF_PRODUCTS)
     module, data = Lit(sleeping, seconds), DataLoader(torch.ones(samples * batches, width), batch_size=samples)
     torch.set_num_threads(1)
     measured: dict[str, list[float]] = {name: [] for name in (STEPS if sleeping else ("fit", *STEPS))}

@@ -7,7 +7,7 @@ from functools import partial
 
 from lightning_pipe import schedules
 from lightning_pipe.profiling.processes import in_processes
-from lightning_pipe.schedules import Chimera, Family, OneFOneB
+from lightning_pipe.schedules import Chimera, Family, GPipe, OneFOneB
 from lightning_pipe.simulate import Costs, simulate
 from recipes.reproduce.sleeping import Case, measure
 from tests.benchmarks.measure import Finding
@@ -24,6 +24,8 @@ def run(quick: bool) -> list[Finding]:
     findings = []
     for ranks in (4,) if quick else (4, 8):
         cases = [_case(each, 2 * ranks, ranks, quick) for family in synchronous for each in family.variants()]
+        if ranks == 4:  # whose formula everybody knows, with fewer micro-batches and with more
+            cases += [_case(family, number, ranks, quick) for family in (GPipe(), OneFOneB()) for number in (4, 16)]
         found = in_processes(partial(measure, cases=cases), ranks, "cpu", timeout=1200)
         findings += [_bubble(case, ranks, bubble) for case, bubble in zip(cases, found, strict=True)]
     return [*findings, _gain(quick)]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
@@ -24,6 +24,7 @@ from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
+from recipes.reproduce.sleeping import Sleeper
 from tests.benchmarks.measure import Finding, Ratio, alternate
 from tests.support import processes
 
@@ -136,30 +137,6 @@ def _one_stream() -> Iterator[None]:
 # ---------------------------------------------------------------------- layers that sleep
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, backward: float) -> Tensor:
-        ctx.backward_seconds = backward
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_seconds)
-        return gradients[0], None, None
-
-
-class _Sleeper(nn.Module):
-    def __init__(self, seconds: float, ratio: float = 2.0) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.seconds, self.backward_seconds = seconds, ratio * seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x * self.scale, self.seconds, self.backward_seconds)
-        return out
-
-
 def _makespans(
     transport: Transport,
     seconds: Sequence[float],
@@ -170,10 +147,10 @@ def _makespans(
     ratio: float = 2.0,
 ) -> list[float]:
     """From the last rank's arrival at the start barrier to the last rank's end, for every round."""
-    net = nn.Sequential(*(_Sleeper(each, ratio) for each in seconds))
+    net = nn.Sequential(*(Sleeper(each, ratio * each / 2) for each in seconds))
     pipeline = Pipeline(net, find_layers(net), balance, schedules.get(schedule), transport, recompute=recompute)
     pipeline.partition()
-    parts = [torch.ones(1, 4) for _ in range(MICRO_BATCHES)]
+    parts = [torch.ones(1, 4, requires_grad=True) for _ in range(MICRO_BATCHES)]
     everyone = tuple(range(transport.topology.world_size))
     found = []
     for _ in range(rounds + 2):
@@ -220,7 +197,7 @@ def _early_recomputation(quick: bool) -> Finding:
 
 def _balance(quick: bool) -> list[Finding]:
     seconds = [UNIT * each for each in LOPSIDED]
-    net = nn.Sequential(*(_Sleeper(each) for each in seconds))
+    net = nn.Sequential(*(Sleeper(each, each) for each in seconds))
     layers = find_layers(net)
     equal = [len(LOPSIDED) // RANKS] * RANKS
     balanced = divide(net, layers, RANKS, "time", _profile(net))
@@ -242,13 +219,15 @@ def _balance(quick: bool) -> list[Finding]:
     ]
 
 
-def _profile(net: nn.Module) -> Any:
+def _profile(net: nn.Module) -> list[float]:
+    """Measured seconds of each layer."""
     transport = SingleProcess()
     layers = find_layers(net)
     pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
     with profiled(pipeline) as profiler:
-        pipeline.train(lambda _, part: net(part).sum(), [torch.ones(1, 4)], [1.0])
-    return profiler.gather()
+        pipeline.train(lambda _, part: net(part).sum(), [torch.ones(1, 4, requires_grad=True)], [1.0])
+    costs = profiler.gather()
+    return [sum(both) for both in zip(costs.forward, costs.backward, strict=True)]
 
 
 def _costs(balance: Sequence[int], seconds: Sequence[float]) -> Costs:

@@ -13,20 +13,22 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
-from tests.benchmarks.bubble import SleepingLayer
+from recipes.reproduce.sleeping import Sleeper
 from tests.benchmarks.measure import Finding
 from tests.support import processes
 
 RANKS, REPLICAS, MICRO_BATCHES = 2, 2, 4
+UNIT = 0.04
+"""Seconds that a layer sleeps forward, and twice backward."""
 NUMBERS = 12 << 20
 """Of the last stage's gradient: 48 MiB, which take a good part of its wait to sum."""
 
 
-class Heavy(SleepingLayer):
+class Heavy(Sleeper):
     """A layer with a large parameter, whose gradient is there without compute."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(UNIT, UNIT)
         self.weight = nn.Parameter(torch.zeros(NUMBERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,11 +56,11 @@ def run(quick: bool) -> list[Finding]:
 
 def measure(transport: Transport, rounds: int, scattered: bool) -> list[tuple[float, float, float]]:
     """Seconds of a batch with sums beside and after it, and those of the sums alone; all get them, or their owners."""
-    module = nn.Sequential(SleepingLayer(), Heavy())
+    module = nn.Sequential(Sleeper(UNIT, UNIT), Heavy())
     pipeline = Pipeline(module, find_layers(module), [1] * RANKS, schedules.get("1f1b"), transport)
     pipeline.partition()
     pipeline.reductions.scattered = scattered
-    parts = [torch.ones(1, 4) for _ in range(MICRO_BATCHES)]
+    parts = [torch.ones(1, 4, requires_grad=True) for _ in range(MICRO_BATCHES)]
     everyone = tuple(range(transport.topology.world_size))
 
     def batch(*, beside: bool) -> tuple[float, float]:
