@@ -15,19 +15,6 @@ from tests.engine.first_batch.test_trial_losses import fit
 from tests.support.model_zoo import ZOO
 from tests.support.pairs import every_second, pairs
 from tests.support.processes import run_trainers
-from tests.support.token_losses import (
-    Batches,
-    Chosen,
-    LayerDrop,
-    MeanOfCopies,
-    MeanOfSamples,
-    MeanOfViews,
-    Random,
-    Routed,
-    SeldomDrop,
-    TimeFirst,
-    Tokens,
-)
 
 MESSAGE = "depends on which samples are together"
 LENGTH, WIDTH, CLASSES = 6, 4, 3
@@ -212,33 +199,6 @@ def test_no_false_alarms(module: type[Mixing], dtype: torch.dtype) -> None:
         assert fit(module(dtype), [batch(dtype)] * 2, **options) == []
 
 
-LOSSES: list[type[Tokens]] = [
-    Chosen,
-    LayerDrop,
-    MeanOfCopies,
-    MeanOfSamples,
-    MeanOfViews,
-    Random,
-    Routed,
-    SeldomDrop,
-    TimeFirst,
-]
-
-
-@pytest.mark.parametrize(
-    ("loss", "options"),
-    [
-        # each loss with one of the options is fast
-        pytest.param(loss, options, marks=() if number % 3 == turn else pytest.mark.slow)
-        for number, loss in enumerate(LOSSES)
-        for turn, options in enumerate([{}, {"stages": 4}, {"micro_batches": 6}])
-    ],
-    ids=str,
-)
-def test_no_false_alarms_with_other_losses(loss: type[Tokens], options: dict[str, Any]) -> None:
-    assert fit(loss(early=0.2), Batches().batches, layers="layers", message=MESSAGE, **options) == []
-
-
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "llama", "t5"])
 def test_no_false_alarms_with_real_models(name: str) -> None:
     entry = ZOO[name]
@@ -246,7 +206,7 @@ def test_no_false_alarms_with_real_models(name: str) -> None:
         module, batches = entry.build().to(dtype), entry.batches(1)
         if dtype is torch.float32:
             batches = [_single(each) for each in batches]
-        assert fit(module, batches, layers=entry.layers, message=MESSAGE) == []
+        assert fit(module, batches, layers=entry.layers, message="samples") == []
 
 
 def _single(batch: Any) -> Any:

@@ -111,7 +111,9 @@ def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("loss", [MeanOfSamples, MeanOfViews, MeanOfCopies, Random, Picky])
 def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> None:
     for stages in (1, 2):
-        assert fit(loss(early=0.2 if stages == 2 else 0.0), Batches().batches, layers="layers", stages=stages) == []
+        module = loss(early=0.2 if stages == 2 else 0.0)
+        told = fit(module, Batches().batches, layers="layers", message="samples", stages=stages)
+        assert [each for each in told if "not checked" not in each] == []
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> 
 def test_no_false_alarms(loss: type[Tokens], options: dict[str, Any]) -> None:
     for seed in range(3):
         L.seed_everything(seed, verbose=False)
-        assert fit(loss(), Batches().batches, layers="layers", message="The loss is", **options) == []
+        assert fit(loss(early=0.1 * seed), Batches().batches, layers="layers", message="samples", **options) == []
 
 
 @pytest.mark.parametrize("time", [2, 3, 6])
@@ -408,15 +410,6 @@ def refused_on_one_rank(process: int, places: Sequence[int]) -> list[int]:
 
 def test_a_run_that_fails_on_one_rank_ends_on_all() -> None:
     assert run_trainers(refused_on_one_rank, 2, timeout=60, places=[0, 3]) == [[1, 1], [0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("name", "micro_batches"),
-    pairs(["gpt2", "t5", "mlp", "bert", "llama"], [3, 8], lambda name, m: name < 2 and m == 0),
-)
-def test_means_of_real_models_are_passed_over(name: str, micro_batches: int) -> None:
-    entry = ZOO[name]
-    assert fit(entry.build(), entry.batches(1), layers=entry.layers, micro_batches=micro_batches) == []
 
 
 @pytest.mark.parametrize("name", slow_but(["gpt2", "llama", "t5"], "gpt2"))
