@@ -51,12 +51,6 @@ class AveragedByLists(Averaged):
     options: ClassVar[dict[str, Any]] = {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)}
 
 
-class AveragedByFunction(Averaged):
-    """... by a function of tensors."""
-
-    options: ClassVar[dict[str, Any]] = {"avg_fn": lambda average, weight, _: DECAY * average + (1 - DECAY) * weight}
-
-
 class AveragedWhole(Walks):
     """The average of the whole module, in a list, so that it is no part of the module."""
 
@@ -99,12 +93,6 @@ class TeacherByData(Teacher):
             teacher.data = DECAY * teacher.data + (1 - DECAY) * student.data
 
 
-class TeacherByLerp(Teacher):
-    def follow(self, teacher: Tensor, student: Tensor) -> None:
-        if teacher.is_floating_point():
-            teacher.copy_(torch.lerp(teacher, student, 1 - DECAY))
-
-
 class TeacherByState(Teacher):
     """Follows by loading a state."""
 
@@ -124,15 +112,6 @@ class Shadows(Walks):
         for name, weight in self.model.named_parameters():
             shadow = getattr(self, "shadow_" + name.replace(".", "_"))
             shadow.sub_((1 - DECAY) * (shadow - weight.detach()))
-
-
-class ShadowsAnew(Shadows):
-    """... that are assigned anew."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for name, weight in self.model.named_parameters():
-            key = "shadow_" + name.replace(".", "_")
-            setattr(self, key, DECAY * getattr(self, key) + (1 - DECAY) * weight.detach())
 
 
 class Dictionary(Walks):

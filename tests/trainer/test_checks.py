@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import callbacks
@@ -20,7 +17,6 @@ from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError, ScheduleError
 from lightning_pipe.trainer.checks import check_optimizers
 from lightning_pipe.trainer.divided_module import synchronize_norms
-from tests.support import processes
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import Outcome, outcomes
 from tests.support.trainer_runs import QUIET, quiet
@@ -313,55 +309,3 @@ def test_scripted_layers_are_refused_and_scripted_functions_are_not() -> None:
     module = Function()
     fit(module)
     torch.jit.script(module.model)
-
-
-class Noisy(Lit):
-    """Adds noise from a generator of its own in front of the layers."""
-
-    def __init__(self, draw: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
-        super().__init__()
-        self.draw = draw
-        vars(self).update(attributes)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step([batch[0] + self.draw(self, batch[0]), batch[1]], batch_idx)
-
-
-@pytest.mark.parametrize(
-    ("attribute", "generator", "draw"),
-    [
-        ("torchs", torch.Generator(), lambda own, x: torch.randn(x.shape, generator=own.torchs)),
-        ("pythons", random.Random(1), lambda own, x: own.pythons.random() * torch.ones(())),
-        ("numpys", np.random.default_rng(1), lambda own, x: torch.as_tensor(own.numpys.normal(size=tuple(x.shape)))),
-    ],
-)
-def test_a_generator_of_the_modules_own_before_a_cut(
-    attribute: str, generator: Any, draw: Callable[[Any, Tensor], Tensor]
-) -> None:
-    """Else the stages would see different numbers in one micro-batch, and train on them without a word."""
-    with pytest.raises(CutError, match=f"an iterator of its own, 'self.{attribute}'"):
-        fit(Noisy(draw, **{attribute: generator}), stages=2, micro_batches=2)
-    fit(Noisy(lambda own, x: torch.randn_like(x), **{attribute: generator}), stages=2, micro_batches=2)
-
-
-class CountsBehind(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step([batch[0] + self.steps * 1e-3, batch[1]], batch_idx)
-        self.steps += 1
-        return loss
-
-
-def counts_behind(process: int, devices: int, micro_batches: int) -> dict[str, Tensor]:
-    L.seed_everything(1, verbose=False)
-    module = CountsBehind()
-    fit(module, devices=devices, micro_batches=micro_batches)
-    return module.state_dict()
-
-
-def test_a_buffer_that_is_read_before_a_cut_and_changed_behind_it() -> None:
-    """Only where no other micro-batch is under way is what the first stage reads what one device reads."""
-    plain = processes.run_trainers(counts_behind, 1, timeout=60, devices=1, micro_batches=1)[0]
-    for found in processes.run_trainers(counts_behind, 2, timeout=60, devices=2, micro_batches=1):
-        torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-9)
-    with pytest.raises(CutError, match="'add_' changes 'steps' in place behind a cut, and an earlier stage reads it"):
-        processes.run_trainers(counts_behind, 2, timeout=60, devices=2, micro_batches=2)

@@ -82,6 +82,7 @@ def assert_same(found: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any
         assert found[calls]["fit"] == pytest.approx(plain[calls]["fit"]), calls
 
 
+@pytest.mark.feature("Hooks", "validate, test and predict before and after fit", "works")
 def test_leaving_layers_out() -> None:
     assert_same(evaluated_all(0, 1, stages=2), evaluated_all(0, None))
 

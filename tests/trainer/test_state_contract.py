@@ -219,7 +219,8 @@ def test_equal_or_told(name: str, phase: str, schedule: str) -> None:
 TOLD = {
     "train": (
         *("CounterBefore", "ConfigOfLayersBehind", "GlobalInLayers", "CountsOfLayersInAHook", "ScalesLayersBehind"),
-        *("ShrinksBuffers", "SetsAnotherLayer", "ItemsBefore", "BufferInPlaceBefore", "DecaysWeightsBehind"),
+        *("ShrinksBuffers", "SetsAnotherLayer", "ItemsBefore", "OwnGeneratorBefore", "BufferInPlaceBefore"),
+        *("QueueBefore", "DecaysWeightsBehind"),
     ),
     "evaluate": ("SetsItsOwner", "ItemsBefore"),
 }

@@ -11,8 +11,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -21,7 +19,7 @@ from tests.support import oracle
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
-from tests.support.user_modules import OwnSGD, Single
+from tests.support.user_modules import OwnSGD
 
 SIZES = ([8, 8, 8], [8, 4, 4])
 """Samples of the batches of two replicas."""
@@ -92,28 +90,13 @@ def indices(replica: int) -> list[list[int]]:
     return found
 
 
-class InSixteenBits(L.Callback):
-    """For every gradient whether it has the digits of bfloat16 alone."""
-
-    def __init__(self) -> None:
-        self.found: list[bool] = []
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        held = [value for name, value in pl_module.named_parameters() if trainer.strategy.pipeline.holds(name)]
-        self.found += [torch.equal(value.grad, value.grad.bfloat16().double()) for value in held]
-
-
 def replicas(process: int) -> dict[str, Any]:
     from lightning_pipe import PipeStrategy
 
     two = {"data_parallel_size": 2, "micro_batches": 2}
-    exact, rounded = InSixteenBits(), InSixteenBits()
-    runner = trainer(PipeStrategy(**two), 4, use_distributed_sampler=False, limit_val_batches=0, callbacks=[exact])
+    runner = trainer(PipeStrategy(**two), 4, use_distributed_sampler=False, limit_val_batches=0)
     uneven = AllSGD().double()
     runner.fit(uneven, datamodule=Uneven())
-    strategy = PipeStrategy(**two, reduce_dtype="bfloat16")
-    runner = trainer(strategy, 4, limit_val_batches=0, limit_train_batches=1, callbacks=[rounded])
-    runner.fit(AllSGD().double(), datamodule=Data())
     same: dict[int, oracle.Trace] = {}
     for schedule, accumulate in (("1f1b", 2), ("chimera", 3)):
         runner = trainer(
@@ -131,7 +114,6 @@ def replicas(process: int) -> dict[str, Any]:
     return {
         "weights": oracle.state_of(uneven),
         "same": same,
-        "rounded": (rounded.found, exact.found),
         "metrics": oracle.numbers(runner.callback_metrics),
         "sampler": (type(sampler), sampler.num_replicas, sampler.rank),
         "sizes": (strategy.pipeline_parallel_size, strategy.data_parallel_size, strategy.data_parallel_rank),
@@ -163,13 +145,6 @@ def test_replicas_with_unequal_batches_are_weighted_by_samples(four: list[dict[s
         )
 
 
-def test_sums_in_bfloat16_reach_the_optimizer(four: list[dict[str, Any]]) -> None:
-    for rounded, exact in (found["rounded"] for found in four):
-        assert rounded
-        assert all(rounded)
-        assert not any(exact)
-
-
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulated_gradients_are_reduced_once(accumulate: int, four: list[dict[str, Any]]) -> None:
     """Two replicas that see the same batches do what one does."""
@@ -198,86 +173,3 @@ def test_logged_values_are_reduced_over_replicas(four: list[dict[str, Any]]) -> 
         assert metrics["gathered"] == pytest.approx(metrics["mean_step"])
         for name in ("mean", "rows", "accuracy", "val_accuracy"):
             assert metrics[name] == pytest.approx(four[0]["metrics"][name])
-
-
-# ------------------------------------------------------------------ evaluation
-
-
-class Writer(BasePredictionWriter):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__("batch_and_epoch")
-        self.batches: list[Any] = []
-        self.epoch: Any = None
-
-    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Tensor, indices: Any, *others: Any) -> None:
-        self.batches.append((indices, prediction.tolist()))
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        self.epoch = (indices, [prediction.tolist() for prediction in predictions])
-
-
-def evaluated(process: int, devices: int | None) -> dict[str, Any]:
-    from lightning_pipe import PipeStrategy
-
-    writer = Writer()
-    strategy = PipeStrategy(micro_batches=1) if devices else "auto"
-    # a metric that was reset in inference mode cannot be updated in training (torchmetrics 1.4)
-    runner = trainer(strategy, devices or 1, callbacks=[writer], inference_mode=False)
-    module, data = Lit().double(), Data()
-    found: dict[str, Any] = {"before": runner.validate(module, datamodule=data, verbose=False)}
-    runner.fit(module, datamodule=data)
-    found["after"] = runner.validate(module, datamodule=data, verbose=False)
-    found["test"] = runner.test(module, datamodule=data, verbose=False)
-    found["predictions"] = torch.cat(runner.predict(module, datamodule=data)).tolist()
-    found["written"] = (writer.batches, writer.epoch)
-    found["called"] = module(torch.ones(2, 12, dtype=torch.float64)).tolist()
-    return found
-
-
-@pytest.mark.feature("Callbacks", "BasePredictionWriter", "works")
-@pytest.mark.feature("Hooks", "validate, test and predict before and after fit", "works")
-def test_validate_fit_test_predict_in_turn() -> None:
-    plain = evaluated(0, None)
-    for found in run_trainers(evaluated, 2, timeout=60, devices=2):
-        for name in ("before", "after", "test"):
-            assert found[name][0] == pytest.approx(plain[name][0])
-        assert found["predictions"] == plain["predictions"]
-        assert found["written"] == plain["written"]
-        torch.testing.assert_close(found["called"], plain["called"])
-
-
-# ------------------------------------------------------------------ decisions together
-
-
-class Overflows(OwnSGD):
-    """Has an infinite gradient once, on the first stage alone."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def on_after_backward(self) -> None:
-        gradient = self.model[0].weight.grad
-        if self.trainer.fit_loop.total_batch_idx == 1 and gradient is not None:
-            gradient.fill_(float("inf"))
-
-
-def overflowing(process: int, devices: int | None) -> tuple[float, oracle.Trace]:
-    from lightning_pipe import PipeStrategy
-
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**10))
-    strategy = PipeStrategy(micro_batches=1) if devices else "auto"
-    runner = trainer(strategy, devices or 1, plugins=[plugin], gradient_clip_val=0.5)
-    module = Overflows()
-    runner.fit(module, datamodule=Single())
-    assert plugin.scaler is not None
-    return plugin.scaler.get_scale(), oracle.Trace(weights=oracle.state_of(module))
-
-
-def test_an_overflow_on_one_stage_is_one_on_all() -> None:
-    scale, plain = overflowing(0, None)
-    assert scale == 2.0**9
-    for found_scale, found in run_trainers(overflowing, 2, timeout=60, devices=2):
-        assert found_scale == scale
-        oracle.assert_equal(found, plain, tolerance=1e-5)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, Lea
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support import oracle, processes
-from tests.support.evaluated_modules import SIZE, Evaluated, Rows, Steps, loader
+from tests.support.evaluated_modules import SIZE, WIDTH, Evaluated, Rows, Steps, loader
 from tests.support.trainer_runs import QUIET, quiet
 from tests.trainer.evaluation.test_stream import schedule
 
@@ -104,7 +104,8 @@ def loops(process: int, devices: int | None, name: str, folder: Path) -> dict[st
         logger=logger,
         **{**options, "enable_checkpointing": True},
     )
-    trainer.fit(Trained().double(), loader(rows=12), loader())
+    module = Trained().double()
+    trainer.fit(module, loader(rows=12), loader())
     best = trainer.validate(dataloaders=loader(), ckpt_path="best", verbose=False)
     found["fit"] = {
         "logged": logger.logged,
@@ -113,6 +114,7 @@ def loops(process: int, devices: int | None, name: str, folder: Path) -> dict[st
         "steps": trainer.global_step,
         "kept": {Path(path).name: float(score) for path, score in saving.best_k_models.items()},
         "metrics": oracle.numbers(trainer.callback_metrics),
+        "called": plain(module(torch.ones(2, WIDTH, dtype=torch.float64))),
     }
     return found
 
@@ -138,6 +140,7 @@ def check(name: str, folder: Path, ranks: int = 2) -> None:
         assert_equal(found, expected)
 
 
+@pytest.mark.feature("Callbacks", "BasePredictionWriter", "works")
 @pytest.mark.timeout(120)
 def test_loops_of_a_bidirectional_schedule_are_those_of_one_device(tmp_path: Path) -> None:
     check("gems", tmp_path)

@@ -151,6 +151,10 @@ class LightningTells(Norms):
         self.log_dict(grad_norm(self, 2))
 
 
+class Scattered(TorchClips):
+    """Clips by torch's function where the sums of gradients are divided over replicas."""
+
+
 ASK = "trainer.strategy.grad_norm()"
 REFUSALS: dict[type[Norms], tuple[str, dict[str, Any]]] = {
     TooLate: ("on_before_optimizer_step", {"schedule": "chimera", "shard_optimizer": True}),
@@ -161,6 +165,7 @@ REFUSALS: dict[type[Norms], tuple[str, dict[str, Any]]] = {
     TorchClipsSome: (ASK, {}),
     TorchTells: (ASK, {}),
     LightningTells: (ASK, {}),
+    Scattered: (ASK, {"data_parallel_size": 2, "pipeline_parallel_size": 1, "shard_optimizer": "gradients"}),
 }
 
 
@@ -178,22 +183,3 @@ def test_what_cannot_be_told_is_refused(kind: type[Norms]) -> None:
     for outcome in outcomes(refused, 2, timeout=40, group_timeout=None, kind=kind):
         assert isinstance(outcome.error, PipeError)
         assert REFUSALS[kind][0] in str(outcome.error)
-
-
-class Scattered(TorchClips):
-    """Clips by torch's function where the sums of gradients are divided over replicas."""
-
-
-def scattered(process: int) -> None:
-    from lightning_pipe import PipeStrategy
-
-    quiet()
-    strategy = PipeStrategy(data_parallel_size=2, pipeline_parallel_size=1, shard_optimizer="gradients")
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
-    trainer.fit(Scattered().double(), Data().train_dataloader())
-
-
-def test_norms_of_divided_gradients_are_refused() -> None:
-    for outcome in outcomes(scattered, 2, timeout=40, group_timeout=None):
-        assert isinstance(outcome.error, PipeError)
-        assert ASK in str(outcome.error)

@@ -17,7 +17,6 @@ from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.walks import (
     Averaged,
-    AveragedByFunction,
     AveragedByLists,
     AveragedWhole,
     Dictionary,
@@ -25,11 +24,9 @@ from tests.support.walks import (
     ListAverage,
     Lists,
     Shadows,
-    ShadowsAnew,
     Swaps,
     Teacher,
     TeacherByData,
-    TeacherByLerp,
     TeacherByState,
     Walks,
 )
@@ -92,8 +89,8 @@ class PartlyTrained(NoisyGradients):
 CASES: dict[str, type[Walks]] = {
     kind.__name__: kind
     for kind in (
-        *(Averaged, AveragedByLists, AveragedByFunction, AveragedWhole),
-        *(Teacher, TeacherByData, TeacherByLerp, TeacherByState, Shadows, ShadowsAnew, Dictionary, ListAverage),
+        *(Averaged, AveragedByLists, AveragedWhole),
+        *(Teacher, TeacherByData, TeacherByState, Shadows, Dictionary, ListAverage),
         *(Lists, KeepsBest, Swaps, Perturbed, NoisyGradients, PartlyTrained),
     )
 }
