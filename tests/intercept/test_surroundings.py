@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError
-from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
-from tests.support.small_net import WIDTH, Block, Net, batches
+from tests.support.engine_runs import assert_same, pipelined
+from tests.support.small_net import Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -91,52 +90,6 @@ class InsideForwardMode(Net):
 @pytest.mark.parametrize("model", [InsideGrad, InsideVmap, InsideForwardMode])
 def test_transforms_on_one_rank(model: type[Net]) -> None:
     assert_same(model(), batches(), ranks=1, layers="layers")
-
-
-class Noisy(Net):
-    class block(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(super().forward(x), 0.3, self.training)
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        x = x + torch.randn_like(x)
-        h = F.dropout(self.embed(x), 0.2)
-        noise = torch.rand(WIDTH)
-        h = self.body(h, x) + torch.rand(WIDTH) * noise
-        return F.mse_loss(self.head(F.dropout(h, 0.5)), y)
-
-
-def test_random_numbers_do_not_depend_on_the_cut() -> None:
-    data = batches()
-    # Threads share torch's generator: one rank at a time.
-    model = Noisy()
-    found = [pipelined(model, data, 3, ranks=1, stages=stages, layers="layers").losses for stages in (1, 2, 4)]
-    assert found[0] == pytest.approx(found[1], abs=1e-12)
-    assert found[0] == pytest.approx(found[2], abs=1e-12)
-    assert found[0] != pytest.approx(single_device(model, data, 3).losses, abs=1e-6)
-
-
-class NoisyCheckpoints(Noisy):
-    """Draws in layers, in an outside module and between them; once more if checkpoints run again."""
-
-    checkpointed = False
-
-    def noisy(self, layer: nn.Module, h: Tensor) -> Tensor:
-        return F.dropout(layer(h), 0.4) + torch.rand(WIDTH) * torch.randn(WIDTH).bernoulli_(0.5)
-
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            h = checkpoint(self.noisy, layer, h, use_reentrant=False) if self.checkpointed else self.noisy(layer, h)
-        return h
-
-
-def test_checkpoints_around_layers_draw_the_same_numbers_again() -> None:
-    data, model = batches(), NoisyCheckpoints()
-    expected = pipelined(model, data, 3, ranks=1, stages=2, layers="layers")
-    model.checkpointed = True
-    found = pipelined(model, data, 3, ranks=1, stages=2, layers="layers")
-    assert found.losses == pytest.approx(expected.losses, abs=1e-12)
-    assert_close(found.values, expected.values, 1e-12)
 
 
 class Tanh(nn.Module):
