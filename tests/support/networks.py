@@ -133,28 +133,3 @@ class LitHalfDropout(LitDropout):
         dataset = super().data().dataset
         sampler: Any = DistributedSampler(dataset, 2, int(os.environ["LOCAL_RANK"]), shuffle=False)
         return DataLoader(dataset, batch_size=6, sampler=sampler)
-
-
-class LitMasked(L.LightningModule):
-    """A mean over what is not masked, as over tokens that are not padding."""
-
-    layers = ("blocks",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, mask = batch
-        loss = ((self.blocks(x) - x).square().mean(1) * mask).sum() / mask.sum()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def data(self) -> DataLoader[Any]:
-        torch.manual_seed(1)
-        mask = (torch.rand(48) < 0.5).double()
-        mask[::3] = 1
-        return DataLoader(TensorDataset(torch.randn(48, 6).double(), mask), batch_size=12)

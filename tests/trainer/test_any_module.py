@@ -24,23 +24,13 @@ from tests.support.trainer_runs import QUIET, quiet
 WORD = "pipe"
 
 
-class Losses(L.Callback):
-    """The loss of every batch, as logged."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.values.append(float(trainer.callback_metrics["loss"]))
-
-
 def fit(name: str, strategy: str, devices: int) -> dict[str, Any]:
     """What two epochs with validation leave, and a prediction."""
     quiet()
     L.seed_everything(7, verbose=False)
-    module, losses, printed = MODULES[name]().double(), Losses(), io.StringIO()
+    module, recorder, printed = MODULES[name]().double(), oracle.Recorder(), io.StringIO()
     trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, callbacks=[losses], **QUIET
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, callbacks=[recorder], **QUIET
     )
     with redirect_stdout(printed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -48,7 +38,7 @@ def fit(name: str, strategy: str, devices: int) -> dict[str, Any]:
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         predicted = trainer.predict(module, module.data())
     return {
-        "losses": losses.values,
+        "losses": recorder.trace.losses,
         "weights": oracle.state_of(module),
         "metrics": metrics,
         "predicted": predicted,
@@ -237,12 +227,12 @@ def one_process(name: str, stages: int = 2, **options: Any) -> tuple[list[float]
 
     quiet()
     L.seed_everything(7, verbose=False)
-    module, losses, printed = MODULES[name]().double(), Losses(), io.StringIO()
+    module, recorder, printed = MODULES[name]().double(), oracle.Recorder(), io.StringIO()
     strategy = PipeStrategy(stages=stages, **options)
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=[losses], **QUIET)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=[recorder], **QUIET)
     with redirect_stdout(printed):
         trainer.fit(module, module.data())
-    return losses.values, " ".join(printed.getvalue().split())
+    return recorder.trace.losses, " ".join(printed.getvalue().split())
 
 
 def test_named_layers_in_another_order_are_told_so_and_the_remedies_work() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -139,23 +139,6 @@ def check(entries: list[Entry], point: Point, limit: float = 100.0, fit: Callabl
 )
 def test_main_models(point: Point) -> None:
     check(MAIN, point)
-
-
-def grid() -> Iterator[Point]:
-    """Every schedule, number of stages, of micro-batches and of replicas, one rank per stage where the family can."""
-    for schedule in ("gpipe", "1f1b", "interleaved"):
-        for stages in (1, 2, 4):
-            for micro_batches in (1, 3, 8):
-                for replicas in (1, 2):
-                    ranks = max(1, stages // 2) if schedule == "interleaved" else stages
-                    yield Point(schedule, stages, micro_batches, ranks, replicas)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("point", list(grid()), ids=str)
-def test_everything(point: Point) -> None:
-    check(MAIN, point, limit=380.0)
 
 
 @pytest.mark.parametrize(

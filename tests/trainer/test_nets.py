@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support import oracle, processes
-from tests.support.networks import LitDropout, LitHalfDropout, LitMasked, LitResNet, LitUNet
+from tests.support.networks import LitDropout, LitHalfDropout, LitResNet, LitUNet
 from tests.support.trainer_runs import QUIET, quiet
 
 MODULES: dict[str, Any] = {
@@ -22,19 +22,8 @@ MODULES: dict[str, Any] = {
     "unet": LitUNet,
     "dropout": LitDropout,
     "half": LitHalfDropout,
-    "masked": LitMasked,
 }
 Run = dict[str, Any]
-
-
-class Losses(L.Callback):
-    """The loss of every batch, as logged."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.values.append(float(trainer.callback_metrics["loss"]))
 
 
 def fit(name: str, devices: int, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], str]:
@@ -43,14 +32,14 @@ def fit(name: str, devices: int, options: dict[str, Any] | None) -> tuple[list[f
 
     quiet()
     L.seed_everything(7, verbose=False)
-    module, losses, printed = MODULES[name]().double(), Losses(), io.StringIO()
+    module, recorder, printed = MODULES[name]().double(), oracle.Recorder(), io.StringIO()
     strategy = "auto" if options is None else PipeStrategy(layers=module.layers, **options)
     trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, callbacks=[losses], **QUIET
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, callbacks=[recorder], **QUIET
     )
     with redirect_stdout(printed):
         trainer.fit(module, module.data())
-    return losses.values, oracle.state_of(module), printed.getvalue()
+    return recorder.trace.losses, oracle.state_of(module), printed.getvalue()
 
 
 def fits(process: int, devices: int, runs: list[Run], cache: str) -> list[Any]:
@@ -108,15 +97,6 @@ def test_dropout_does_not_depend_on_replicas() -> None:
             torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=key)
     means = [sum(pair) / 2 for pair in zip(*(mine for ((mine, *_),) in found), strict=True)]
     assert means == pytest.approx(losses, abs=1e-9)
-
-
-def test_losses_are_trained_and_logged_by_the_weight_of_each_micro_batch() -> None:
-    expected, expected_weights, _ = fit("masked", 1, None)
-    options = {"micro_batches": 4, "stages": 2, "loss_weight": lambda micro_batch: float(micro_batch[1].sum())}
-    losses, weights, _ = fit("masked", 1, options)
-    assert losses == pytest.approx(expected, abs=1e-9)
-    for key, value in expected_weights.items():
-        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=key)
 
 
 @pytest.mark.timeout(120)
