@@ -8,9 +8,6 @@ are left out, since nothing runs because of them.
 from __future__ import annotations
 
 import ast
-import io
-import statistics
-import tokenize
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -96,15 +93,6 @@ class Structure:
             if isinstance(node, ast.ClassDef)
         }
 
-    def function_lengths(self) -> dict[str, int]:
-        """For every function its lines, without those of its docstring."""
-        return {
-            f"{name}.{node.name}": _body_lines(node)
-            for name, tree in self.trees.items()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-
     def lines(self) -> dict[str, int]:
         """For every room its lines."""
         found: dict[str, int] = {}
@@ -115,15 +103,6 @@ class Structure:
     def classes(self) -> int:
         """How many classes there are."""
         return len(self.attributes())
-
-    def comments_per_hundred_lines(self, part: str = "") -> float:
-        """Lines with a comment for every hundred lines of code, in modules whose name begins with ``part``."""
-        comments = code = 0
-        for name, source in self.sources.items():
-            if name.removeprefix(f"{PACKAGE}.").startswith(part):
-                comments += sum(token.type == tokenize.COMMENT for token in _tokens(source))
-                code += len({token.start[0] for token in _tokens(source) if token.type == tokenize.NAME})
-        return 100 * comments / max(1, code)
 
     def _imported(self, name: str, tree: ast.Module) -> Iterator[str]:
         for node in _running(tree):
@@ -189,15 +168,6 @@ def _self_assigned(node: ast.ClassDef) -> Iterator[str]:
             yield inner.attr
 
 
-def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    first = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
-    return (node.end_lineno or first.lineno) - first.lineno + 1
-
-
-def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
-    return tokenize.generate_tokens(io.StringIO(source).readline)
-
-
 def private_names() -> int:
     """The private names of other packages in the registers, by owner and name."""
     from lightning_pipe import lightning_internals, torch_internals
@@ -226,9 +196,8 @@ def report(structure: Structure) -> str:
             files = sum(room(module) == name for module in structure.imports)
             if name in rooms:
                 lines.append(f"  {name} ({files} files): " + ", ".join(f"{target} {n}" for target, n in targets))
-    attributes, lengths = structure.attributes(), structure.function_lengths()
+    attributes = structure.attributes()
     largest = max(attributes, key=lambda name: attributes[name])
-    longest = max(lengths, key=lambda name: lengths[name])
     lines += [
         f"Arrows upwards: {len(structure.upward())}   circles: {len(structure.circles())}",
         *(f"  {text}" for text in structure.upward()),
@@ -236,13 +205,7 @@ def report(structure: Structure) -> str:
         f"Rooms: {len(rooms)}   modules: {len(structure.sources)}   arrows: {len(structure.arrows)}   "
         f"lines: {sum(source.count(chr(10)) for source in structure.sources.values())}",
         f"Classes: {len(attributes)}   most attributes: {attributes[largest]} ({largest})",
-        f"Functions: {len(lengths)}   median lines: {statistics.median(lengths.values()):g}   "
-        f"longest: {lengths[longest]} ({longest})",
         f"Private names of other packages: {private_names()}, all registered   patches: {patches(structure)}",
-        "Comments per hundred lines of code: "
-        + ", ".join(
-            f"{part or 'all'} {structure.comments_per_hundred_lines(part):.1f}" for part in ("", "intercept", "engine")
-        ),
         f"README: {len((ROOT / 'README.md').read_text().split())} words",
     ]
     return "\n".join(lines)
