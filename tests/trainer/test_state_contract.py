@@ -8,7 +8,6 @@ import itertools
 import math
 import re
 import traceback
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from tests.support import (
     state_programs_reach,  # noqa: F401
     state_programs_tensors,  # noqa: F401
 )
-from tests.support.state_known import UNEQUAL
 from tests.support.state_programs import BATCH, EQUAL, MICRO_BATCHES, ONE_STAGE, PROGRAMS, STALE
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -178,13 +176,7 @@ def is_told(expected: str, found: str) -> bool:
 def table(phase: str, schedule: str, told: bool) -> dict[str, str]:
     """The verdicts of the programs that are to be equal, or of those that are to be told."""
     names = [name for name, each in PROGRAMS.items() if bool(each.expected(phase, schedule)) == told]
-    names.sort(key=lambda name: not is_known(name, phase, schedule))  # what ends no world comes first
     return {name: verdict(name, phase, left) for name, left in ended(names, phase, schedule).items()}
-
-
-def is_known(name: str, phase: str, schedule: str) -> bool:
-    """Whether the program is known to be unequal."""
-    return f"{phase}_{schedule}" in UNEQUAL.get(name, ("", ""))[1].split()
 
 
 def kept(name: str, phase: str, schedule: str) -> str:
@@ -203,8 +195,6 @@ def cases() -> list[Any]:
         marks = []
         if schedule != "1f1b" or each.expected(phase, schedule):
             marks.append(pytest.mark.slow)
-        if is_known(name, phase, schedule):
-            marks.append(pytest.mark.xfail(strict=True, reason=UNEQUAL[name][0]))
         found.append(pytest.param(name, phase, schedule, marks=marks, id=f"{schedule}-{phase}-{name}"))
     return found
 
@@ -233,25 +223,8 @@ def test_every_kind_of_error_is_told(name: str, phase: str) -> None:
     assert is_told(PROGRAMS[name].expected(phase, "1f1b"), found), found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_how_many_verdicts_there_are() -> None:
-    """Nothing is unequal but what is known by name; `pytest -s` prints the counts."""
-    for phase, schedule in RUNS:
-        counts = Counter[str]()
-        for name, each in PROGRAMS.items():
-            found = table(phase, schedule, bool(each.expected(phase, schedule)))[name]
-            counts[found.partition(":")[0] or "equal"] += 1
-        print(f"{schedule}, {phase}: {', '.join(f'{count} {kind}' for kind, count in counts.most_common())}")
-        known = sum(is_known(name, phase, schedule) for name in PROGRAMS)
-        assert counts["unequal"] + counts["no remedy"] == known
-        assert counts.total() == len(PROGRAMS)
-
-
-def test_what_is_known_is_in_the_table() -> None:
+def test_verdicts_are_of_phases_and_schedules() -> None:
     places = {f"{phase}_{schedule}" for phase, schedule in RUNS}
-    assert set(UNEQUAL) <= set(PROGRAMS)
-    assert {place for _, found in UNEQUAL.values() for place in found.split()} <= places
     for name, each in PROGRAMS.items():
         assert set(each.verdicts) <= places | set(PHASES), name
 
@@ -268,6 +241,5 @@ def test_there_is_a_remedy_for_every_error() -> None:
 @pytest.mark.timeout(300)
 def test_without_the_comparison_twenty_programs_are_unequal() -> None:
     told = [name for name, each in PROGRAMS.items() if each.expected("train", "1f1b") == STALE]
-    left = [name for name in told if not is_known(name, "train", "1f1b")]
-    found = {name: verdict(name, "train", each) for name, each in ended(left, "train", "1f1b", compared=False).items()}
+    found = {name: verdict(name, "train", each) for name, each in ended(told, "train", "1f1b", compared=False).items()}
     assert sum(each.startswith("unequal") for each in found.values()) >= 20, found
