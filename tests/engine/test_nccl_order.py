@@ -29,6 +29,7 @@ from lightning_pipe.transport.base import COLLECTIVE_TAG, FIRST_OBJECT_TAG, Chan
 from lightning_pipe.transport.nccl import NcclTransport
 from lightning_pipe.transport.topology import Topology
 from tests.support import asynchronous_engine, equality_sweep
+from tests.support.engine_runs import split
 from tests.support.equality_sweep import Point, performed
 from tests.support.model_zoo import ZOO, Entry
 from tests.support.nccl.events import Event, Issued
@@ -66,12 +67,10 @@ def topology_of(family: Family, ranks: int, stages: int, replicas: int = 1) -> T
 
 def trained(entry: Entry, point: Point) -> Recorded:
     """What a training issues, the connections and the first batch that learns among it."""
-    family, ranks = schedules.get(point.schedule), point.pipeline_ranks
-    topology = topology_of(family, ranks, point.stages, point.replicas)
-    modules = [entry.build() for _ in range(topology.world_size)]
+    modules = [entry.build() for _ in range(point.topology.world_size)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few micro-batches for the family
-        return record(topology, lambda t: equality_sweep.train_rank(entry, modules[t.process], point, t))
+        return record(point.topology, lambda t: equality_sweep.train_rank(entry, modules[t.process], point, t))
 
 
 def with_pipeline(
@@ -90,12 +89,11 @@ def with_pipeline(
         fn(pipeline)
         pipeline.restore()
 
-    loss_rank = family.build(ranks, 2 * ranks, stages=stages).loss_ranks[0]
-    return record(Topology.for_schedule(ranks, loss_rank=loss_rank), body)
+    return record(topology_of(family, ranks, stages), body)
 
 
 def train(pipeline: Pipeline, step: Callable[[int, Any], Any]) -> None:
-    pipeline.train(step, asynchronous_engine.parts_of(asynchronous_engine.batches(1)[0], 4), [0.25] * 4)
+    pipeline.train(step, *split(asynchronous_engine.batches(1)[0], 4))
 
 
 def check(recorded: Recorded, resident: Sequence[int] = ()) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe import schedules
 from lightning_pipe.transport.arrangement import open_transport
-from lightning_pipe.transport.topology import Topology
 from tests.benchmarks.measure import Finding
 from tests.gpu.delays import Disturbance, disturbed
 from tests.gpu.rows import compared, moved_trace, on_device
@@ -44,19 +42,11 @@ def _differences(setting: Setting, name: str, point: Point, backend: str, distur
     expected = moved_trace(equality_sweep.expected(on_device(ZOO[name], setting.place), point))
     device = setting.device if backend == "gloo" or setting.device == "cpu" else "own"
     options: dict[str, Any] = {"name": name, "point": point, "device": device, "disturbance": disturbance}
-    size = point.pipeline_ranks * point.replicas
+    size = point.topology.world_size
     backend = backend if device == "own" else "gloo"
     seconds = LIMIT.total_seconds()
     traces = processes.run_world(_train, size, timeout=80, group_timeout=seconds, group_backend=backend, **options)
-    return oracle.differences(_whole(traces, point.pipeline_ranks), expected)
-
-
-def _whole(traces: Sequence[Trace], ranks: int) -> Trace:
-    """The trace of all ranks: each notes its part of the loss."""
-    whole = Trace(weights=traces[0].weights)
-    for batch in zip(*(trace.losses for trace in traces), strict=True):
-        whole.losses += [sum(batch[start : start + ranks]) for start in range(0, len(batch), ranks)]
-    return whole
+    return oracle.differences(equality_sweep.whole(traces, point.pipeline_ranks), expected)
 
 
 def _train(process: int, name: str, point: Point, device: str, disturbance: Disturbance | None) -> Trace:
@@ -64,9 +54,7 @@ def _train(process: int, name: str, point: Point, device: str, disturbance: Dist
     place = torch.device(device) if device == "cpu" else torch.device("cuda", process if device == "own" else 0)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    family, ranks = schedules.get(point.schedule), point.pipeline_ranks
-    loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
-    transport = open_transport(Topology.for_schedule(ranks, point.replicas, loss_rank), place, LIMIT)
+    transport = open_transport(point.topology, place, LIMIT)
     entry = on_device(ZOO[name], place)
     module = entry.build()
     with disturbed(module, transport, disturbance):

@@ -18,7 +18,8 @@ from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.topology import Topology
-from tests.support.asynchronous_engine import Net, batches, parts_of
+from tests.support.asynchronous_engine import Net, batches
+from tests.support.engine_runs import split
 from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 
@@ -118,8 +119,8 @@ def summed_in_sixteen_bits(
     pipeline.reductions.scattered = scattered
     summed, size = [], 4 if pipeline.asynchronous is None else pipeline.asynchronous.stream.micro_batches
     for number, batch in enumerate(batches(3)):
-        parts = parts_of(batch, size)
-        weights = [(1 + transport.replica) * len(part["x"]) / 8 for part in parts]
+        parts, shares = split(batch, size)
+        weights = [(1 + transport.replica) * share for share in shares]
         if pipeline.asynchronous is None:
             pipeline.train(lambda _, part: net(**part), parts, weights, seed=number)
         elif not pipeline.advance(lambda _, part: net(**part), parts, weights, seed=number).update:

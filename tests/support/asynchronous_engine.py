@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,11 +18,11 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
+from tests.support.engine_runs import Batch, split
 from tests.support.threads import run_threads, thread_world
 from tests.support.zoo import base
 
 WIDTH, ROWS, BATCHES = 6, 8, 12
-Batch = Mapping[str, Any]
 Values = dict[str, Tensor]
 Version = Callable[[int, int], int]
 
@@ -69,17 +69,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.02, eps=1e-3)
-
-
-def parts_of(batch: Batch, micro_batches: int) -> list[dict[str, Any]]:
-    """Micro-batches of equal or almost equal size; never more than rows."""
-    count = min(micro_batches, len(batch["x"]))
-    cut = {k: v.tensor_split(count) if isinstance(v, Tensor) else [v] * count for k, v in batch.items()}
-    return [{name: values[i] for name, values in cut.items()} for i in range(count)]
-
-
-def weights_of(parts: Sequence[Batch], batch: Batch) -> list[float]:
-    return [len(part["x"]) / len(batch["x"]) for part in parts]
 
 
 @dataclass
@@ -165,8 +154,8 @@ class ClosedForm:
             for name, stage in self._stage_of.items():
                 self._used[name].copy_(self._history[name][self._version(stage, self._t)])
         self._worker.zero_grad()
-        parts, total = parts_of(batch, micro_batches), 0.0
-        for part, weight in zip(parts, weights_of(parts, batch), strict=True):
+        total = 0.0
+        for part, weight in zip(*split(batch, micro_batches), strict=True):
             loss = self._worker(**part) * weight
             loss.backward()
             total += loss.item()
@@ -270,8 +259,8 @@ def train(
 
     for number, batch in enumerate(data, 1):
         # every replica has its own part of the batch
-        parts = parts_of(batch, micro_batches * replicas)[transport.replica :: replicas]
-        rank.weights.append(weights_of(parts, batch))
+        parts, weights = (each[transport.replica :: replicas] for each in split(batch, micro_batches * replicas))
+        rank.weights.append(weights)
         rank.take([pipeline.advance(step, parts, rank.weights[-1], seed=number)])
         if number in drains or number == len(data):
             rank.take(pipeline.drain())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from tests.support.model_zoo import Entry
 from tests.support.oracle import Trace
 from tests.support.threads import ThreadTransport, run_threads, thread_world
 from tests.support.zoo.base import Module
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class Point:
         if self.ranks is not None:
             return self.ranks
         return max(1, self.stages // schedules.get(self.schedule).stages_per_rank)
+
+    @property
+    def topology(self) -> Topology:
+        """The processes of all pipelines."""
+        ranks = self.pipeline_ranks
+        loss_rank = schedules.get(self.schedule).build(ranks, 2 * ranks, stages=self.stages).loss_ranks[0]
+        return Topology.for_schedule(ranks, self.replicas, loss_rank=loss_rank)
 
     def __str__(self) -> str:
         extra = "-".join(
@@ -111,10 +120,7 @@ def pipelined(
         device: where the model is.
         around: entered around the training of every rank.
     """
-    ranks, family = point.pipeline_ranks, schedules.get(point.schedule)
-    loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
-    topology = Topology.for_schedule(ranks, point.replicas, loss_rank=loss_rank)
-    world = thread_world(topology, timedelta(seconds=20), device)
+    world = thread_world(point.topology, timedelta(seconds=20), device)
     # threads share the generator that initial weights are drawn from: build before they start
     modules = [entry.build() for _ in world]
 
@@ -124,35 +130,48 @@ def pipelined(
             return train_rank(entry, module, point, transport)
 
     traces = run_threads(world, body, timeout=60)
-    whole = Trace(weights=traces[0].weights)
-    # a rank notes its part of the loss: bidirectional schedules have two with losses
-    for batch in zip(*(trace.losses for trace in traces), strict=True):
-        whole.losses += [sum(batch[start : start + ranks]) for start in range(0, len(batch), ranks)]
+    found = whole(traces, point.pipeline_ranks)
     for trace in traces[1:]:
-        oracle.assert_equal(replace(trace, losses=[]), whole, tolerance=0.0)
-    return whole
+        oracle.assert_equal(replace(trace, losses=[]), found, tolerance=0.0)
+    return found
+
+
+def whole(traces: Sequence[Trace], ranks: int) -> Trace:
+    """The trace of all ranks: each notes its part of the loss, and bidirectional schedules have two with losses."""
+    found = Trace(weights=traces[0].weights)
+    for batch in zip(*(trace.losses for trace in traces), strict=True):
+        found.losses += [sum(batch[start : start + ranks]) for start in range(0, len(batch), ranks)]
+    return found
+
+
+def over_threads(entry: Entry, point: Point, fn: Callable[[Pipeline, Module], T]) -> list[T]:
+    """What a function of a pipeline and its module gives on each rank."""
+    world = thread_world(point.topology, timedelta(seconds=20))
+    modules = [entry.build() for _ in world]
+
+    def body(transport: ThreadTransport) -> T:
+        module = modules[transport.process]
+        layers = find_layers(module, entry.layers)
+        counts = divide(module, layers, point.stages)
+        pipeline = Pipeline(module, layers, counts, schedules.get(point.schedule), transport)
+        pipeline.partition()
+        return fn(pipeline, module)
+
+    return run_threads(world, body, timeout=60)
 
 
 def evaluated(entry: Entry, point: Point, context: Callable[[], AbstractContextManager[Any]]) -> list[float]:
     """The losses of the micro-batches of one batch in an evaluation, twice, with the weights of the beginning."""
-    ranks, family = point.pipeline_ranks, schedules.get(point.schedule)
-    loss_rank = family.build(ranks, 2 * ranks, stages=point.stages).loss_ranks[0]
-    world = thread_world(Topology.for_schedule(ranks, 1, loss_rank=loss_rank), timeout=timedelta(seconds=20))
-    modules = [entry.build() for _ in world]
     losses: dict[tuple[int, int], float] = {}
 
-    def body(transport: ThreadTransport) -> None:
-        module = modules[transport.process]
-        layers = find_layers(module, entry.layers)
-        pipeline = Pipeline(module, layers, divide(module, layers, point.stages), family, transport)
-        pipeline.partition()
+    def body(pipeline: Pipeline, module: Module) -> None:
         for time in range(2):
             parts = oracle.split(entry.batches(1)[0], point.micro_batches)
             with context():
                 results = pipeline.evaluate(lambda _, part: module.loss(part), parts)
             losses.update({(time, index): float(loss) for index, loss in results.items()})
 
-    run_threads(world, body, timeout=60)
+    over_threads(entry, point, body)
     return [losses[place] for place in sorted(losses)]
 
 
@@ -170,17 +189,9 @@ def streamed(
         number: of batches.
         context: entered around them.
     """
-    ranks, family = at.pipeline_ranks, schedules.get(at.schedule)
-    loss_rank = family.build(ranks, 2 * ranks, stages=at.stages).loss_ranks[0]
-    world = thread_world(Topology.for_schedule(ranks, 1, loss_rank=loss_rank), timeout=timedelta(seconds=20))
-    modules = [entry.build() for _ in world]
     losses: dict[int, float] = {}
 
-    def body(transport: ThreadTransport) -> list[str]:
-        module = modules[transport.process]
-        layers = find_layers(module, entry.layers)
-        pipeline = Pipeline(module, layers, divide(module, layers, at.stages), family, transport)
-        pipeline.partition()
+    def body(pipeline: Pipeline, module: Module) -> list[str]:
         ran: list[str] = []
         with context():
             for _ in range(2):  # with the plans of the first time
@@ -196,7 +207,7 @@ def streamed(
                 stream.end()
         return ran[: len(ran) // 2]
 
-    ran = run_threads(world, body, timeout=60)
+    ran = over_threads(entry, at, body)
     return [losses[index] for index in range(number)], ran
 
 
