@@ -16,6 +16,7 @@ from recipes import config, job
 from tests.recipes.conftest import write_text
 from tests.recipes.data.test_segment_pairs import write_documents
 from tests.recipes.data.test_translation import write_pairs
+from tests.support import oracle
 
 BATCHES = 4
 COMMON = [
@@ -65,17 +66,6 @@ class Curve:
     drawn: bool = False
 
 
-class Losses(L.Callback):
-    """Keeps the loss of every batch."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Lightning 2.6 hands over the loss divided by the number of accumulated batches
-        self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
-
-
 def write_data(folder: Path) -> dict[str, str]:
     """Small local files for every recipe that has such."""
     places = {
@@ -112,14 +102,14 @@ def train(
     """
     given = compose_recipe(recipe, data, folder, further)
     L.seed_everything(given.seed, verbose=False)
-    losses, timeline = Losses(), PipelineTimeline(batch=1)
+    recorder, timeline = oracle.Recorder(), PipelineTimeline(batch=1)
     average = [instantiate(one) for name, one in given.callbacks.items() if name == "average"]
     saving = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)
-    trainer = job.make_trainer(given, [losses, timeline, *average, *([saving] if every else [])])
+    trainer = job.make_trainer(given, [recorder, timeline, *average, *([saving] if every else [])])
     module = job.make_module(given).double()  # Lightning reads a checkpoint before it makes the module double
     trainer.fit(module, datamodule=job.make_data(given), ckpt_path=checkpoint)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Curve(losses.losses, metrics, drawn=timeline.timeline is not None)
+    return Curve(recorder.trace.losses, metrics, drawn=timeline.timeline is not None)
 
 
 def train_all(process: int, recipe: str, pipes: Sequence[str], data: dict[str, str], folder: Path) -> dict[str, Curve]:
