@@ -17,13 +17,13 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 7600,
+    "intercept": 7540,
     "trainer": 7320,
-    "engine": 4350,
+    "engine": 4300,
     "schedules": 3310,
     "planning": 2460,
     "transport": 2170,
-    "parameters": 2010,
+    "parameters": 2000,
     "construction": 1500,
     "partition": 1370,
     "simulate": 1190,
@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 343, 130, 33
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 339, 130, 33
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""
