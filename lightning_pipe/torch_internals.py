@@ -51,11 +51,9 @@ NAMES = {
         "_pop_torch_function_stack": "the tracker is off the stack while a layer runs, which then costs nothing more",
         "_push_on_torch_function_stack": "as _pop_torch_function_stack",
         "_storage_Use_Count": "how many tensors share a memory",
-        "_swap_tensor_impl": "behind torch.utils.swap_tensors, which does not let graphs keep what was in a tensor",
     },
     "torch._C._autograd": {
         "_get_sequence_nr": "which nodes of the graph a layer has made",
-        "_unsafe_set_version_counter": "a tensor that goes on in another place goes on counting its changes",
     },
     "torch._C._dynamo.eval_frame": dict.fromkeys(
         ["_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"],
@@ -150,9 +148,7 @@ from torch._C import (
     _are_functorch_transforms_active,
     _current_graph_task_id,
     _storage_Use_Count,
-    _swap_tensor_impl,
 )
-from torch._C._autograd import _unsafe_set_version_counter
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed._composable_state import _module_state_mapping as composable_states
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -172,9 +168,7 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 is_functorch_tensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 functorch_active: Callable[[], bool] = _are_functorch_transforms_active
 storage_uses: Callable[[int], int] = _storage_Use_Count
-swap_insides: Callable[[torch.Tensor, torch.Tensor], None] = _swap_tensor_impl
 uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _unsafe_set_version_counter
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
@@ -233,9 +227,7 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "register_pytree_node",
-    "set_versions",
     "storage_uses",
-    "swap_insides",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -43,7 +43,6 @@ class Saved:
         loss: the weighted loss, on the last stage.
         used: the numbers of the received tensors that were used.
         whole: whether the backward pass cannot be divided into halves.
-        alone: whether no other micro-batch is under way between the two passes.
         split: the backward pass between its two halves.
     """
 
@@ -53,7 +52,6 @@ class Saved:
     loss: Tensor | None
     used: set[int]
     whole: bool
-    alone: bool = False
     split: SplitBackward | None = None
 
     def returned(self) -> dict[int, Tensor]:
@@ -198,7 +196,7 @@ class Stages:
         begin_pass(stage)
         result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.repeats |= run.repeats
-        saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole, batch.undisturbed)
+        saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole)
         if not run.crossings:
             if batch.training:
                 loss, weight = loss_of(result), batch.weights[micro_batch]
@@ -222,7 +220,7 @@ class Stages:
         results, arrived = _ends(saved, came.gradients)
         # Nothing to start from: no later stage used what left here, or nothing of it is trained.
         if results:
-            with _telling(saved):
+            with _telling():
                 backward(results, arrived)
         returned = saved.returned()
         saved.release()
@@ -234,7 +232,7 @@ class Stages:
         if results:
             entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
             saved.split = SplitBackward(results, arrived, entry, saved.whole)
-            with _telling(saved):
+            with _telling():
                 saved.split.input_half()
         returned = saved.returned()
         return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
@@ -242,14 +240,14 @@ class Stages:
     def backward_weight(self, saved: Saved) -> None:
         """The gradients of the weights."""
         if saved.split is not None:
-            with _telling(saved):
+            with _telling():
                 saved.split.weight_half()
         saved.release()
 
 
 @contextmanager
-def _telling(saved: Saved) -> Iterator[None]:
-    """Around a backward pass: say why what it needs may have changed in place where other micro-batches came between.
+def _telling() -> Iterator[None]:
+    """Around a backward pass: say why what it needs may have changed in place since its forward pass.
 
     Raises:
         CutError: it has.
@@ -258,13 +256,13 @@ def _telling(saved: Saved) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if saved.alone or isinstance(error, PipeError) or "modified by an inplace operation" not in text:
+        if isinstance(error, PipeError) or "modified by an inplace operation" not in text:
             raise
         found = re.search(r"\[.*?\](?= is at version)|\[[^\]]* \[[^\]]*\]\]", text)
         raise CutError(
             f"the backward pass of a micro-batch needs a tensor {found[0] if found else ''} that has changed in place "
-            "since its forward pass. One device runs each backward pass before the next forward pass; here those of "
-            "other micro-batches, which change it, too, come between the two.",
+            "since its forward pass. One device runs each backward pass before the next forward pass; here others come "
+            "between the two, and what a stage before the last one has changed is put back.",
             hint="Change it in a hook, such as on_train_batch_end; or set another tensor in its place in the forward "
             "pass (`self.scale = self.scale * 0.9`). If training fails on one device, too, the error is in the code "
             "that changes it.",

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.held_by_graphs import let_go
 from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import copy_of, place_of, same_objects, same_values, version_of
+from lightning_pipe.intercept.uncounted import check_counted
 from lightning_pipe.intercept.user_classes import is_users
 
 _LARGE = 4096
@@ -283,7 +283,7 @@ class _Tensor(Node):
         if type(self.owner) is not self.kind or place_of(self.owner) != self.place:
             return self.kept
         if self.kind is Tensor:
-            let_go([self.owner])
+            check_counted([self.owner])
         with torch.no_grad():
             # in place, for whoever else refers to the tensor or to a view of it
             self.owner[...] = self.kept

@@ -20,9 +20,9 @@ from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import Change, at, items_of
-from lightning_pipe.intercept.held_by_graphs import let_go
 from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.snapshot import Snapshot, is_compared
+from lightning_pipe.intercept.uncounted import check_counted
 
 _CONTAINERS = (list, dict)
 _FEW = 32
@@ -156,7 +156,7 @@ def _apply(owner: Any, change: Change) -> None:
         value = change.value
         if isinstance(value, Tensor) and _fits(_now(target, key), value):
             # in place: optimizers, callbacks and views refer to the tensor
-            let_go([target[key]])
+            check_counted([target[key]])
             with torch.no_grad():
                 target[key].copy_(value)
         else:

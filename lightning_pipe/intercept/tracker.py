@@ -15,7 +15,6 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import check_value
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Passed, Value
 from lightning_pipe.intercept.digest import Digest
-from lightning_pipe.intercept.held_by_graphs import SHARING, let_go
 from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
@@ -35,6 +34,7 @@ from lightning_pipe.intercept.torch_functions import (
     results_told,
     values_read,
 )
+from lightning_pipe.intercept.uncounted import UNCOUNTED, check_counted, note_uncounted
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import (
     current_function_mode,
@@ -245,8 +245,6 @@ class Tracker(TorchFunctionMode):
         written = self.in_place.written(changed) if changed else ()
         if written:
             self._check_changing(written, name)
-        if not self.alone and (written or name in SHARING):
-            let_go(written or tensors)  # which stages that wait change as well
         if draws(func, name):
             with self._around(name, kwargs) or self._stream():
                 result = func(*args, **kwargs)
@@ -257,6 +255,8 @@ class Tracker(TorchFunctionMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
+        if name in UNCOUNTED:
+            note_uncounted(tensors, result)
         self.digest.follow(name, leaves, results_of(result, written))
         return result
 
@@ -329,14 +329,14 @@ class Tracker(TorchFunctionMode):
         """What is written to when these change in place; raises if other stages would not see it."""
         written = self.in_place.written(changed)
         self._check_changing(written, name)
-        if not self.alone:
-            let_go(written)
         return written
 
     def _check_changing(self, written: Sequence[Tensor], name: str) -> None:
         if name.startswith("requires_grad") or (name.endswith(".__set__") and name != "data.__set__"):
             return  # what belongs to a tensor changes, and not its values
         self.in_place.check_not_lent(written, name)
+        if not self.alone:
+            check_counted(written)
         if self.changing is not None:
             self.changing(written, name)
         for tensor in () if self.alone or self.waiting else written:

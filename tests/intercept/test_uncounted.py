@@ -1,0 +1,91 @@
+"""What graphs hold never has another value silently: autograd counts changes, and `.data` that is held is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe import Pipeline
+from lightning_pipe.errors import CutError
+
+
+class Scaled(nn.Module):
+    """A step that changes a buffer between its layers, and computes with it as ``use`` gives it."""
+
+    mean: Tensor
+
+    def __init__(self, use: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.use, self.change = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)), use, change
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        self.mean = self.change(self.mean)
+        taken = self.mean.data  # which nobody holds when the step has ended
+        x = x * self.use(self.mean) * float(taken.mean())
+        for layer in list(self.layers)[1:]:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def halve(mean: Tensor) -> Tensor:
+    return mean.mul_(0.5)
+
+
+HELD = r"its `\.data`, `\.detach\(\)` or `\.numpy\(\)` is held"
+USES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "itself": (lambda mean: mean, r"a tensor \[torch\.DoubleTensor \[3\]\] that has changed in place since"),
+    "detached": (lambda mean: mean.detach(), HELD),
+    "view": (lambda mean: mean[None], "changed in place since"),
+    "data": (lambda mean: mean.data, HELD),
+    "view of data": (lambda mean: mean.data[None], HELD),
+    "data detached": (lambda mean: mean.data.detach(), HELD),
+    "array": (lambda mean: torch.as_tensor(np.asarray(mean)), HELD),
+    "numpy": (lambda mean: torch.from_numpy(mean.numpy()), HELD),
+}
+
+
+def gradients(model: Scaled, micro_batches: int, **options: Any) -> list[Tensor]:
+    """Those of two batches, with several stages on one rank; without options those of the model as it is."""
+    pipeline = Pipeline(model, layers="layers", micro_batches=micro_batches, **options) if options else None
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        batch = torch.randn(4, 3, dtype=torch.float64, generator=generator)
+        if pipeline is None:
+            model(batch).backward()
+        else:
+            pipeline.train(model, batch)
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_graph_that_would_have_another_value_is_an_error(use: str) -> None:
+    """Stage 0 has changed the buffer, and is put back before its backward pass runs."""
+    function, words = USES[use]
+    with pytest.raises(CutError, match=words):
+        gradients(Scaled(function, halve).double(), 1, stages=2)
+
+
+@pytest.mark.parametrize("use", ["itself", "data"])
+def test_a_change_by_another_micro_batch_is_an_error(use: str) -> None:
+    """One stage; its forward passes come first."""
+    function, words = USES[use]
+    with pytest.raises(CutError, match=words):
+        gradients(Scaled(function, halve).double(), 4, stages=1, schedule="gpipe")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Scaled(lambda mean: mean.detach().clone(), halve), Scaled(lambda mean: mean, lambda mean: mean * 0.5)],
+    ids=["copied", "anew"],
+)
+def test_what_the_errors_say_helps(model: Scaled) -> None:
+    plain = copy.deepcopy(model).double()
+    torch.testing.assert_close(gradients(model.double(), 1, stages=2), gradients(plain, 1), rtol=1e-12, atol=0)
