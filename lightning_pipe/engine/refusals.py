@@ -13,8 +13,10 @@ from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.parameters.ownership import named_tensors
 
 
-def check_shapes(module: nn.Module) -> None:
+def check_module(module: nn.Module) -> None:
     """Refuse parameters whose shapes only the first batch will tell, and modules that nobody can take apart.
+
+    Modules whose gradients are no sums over samples are refused, too: losses do not show it.
 
     Raises:
         PartitionError: there is one.
@@ -31,6 +33,13 @@ def check_shapes(module: nn.Module) -> None:
             f"'{scripted}' is a module of TorchScript, whose parameters and calls cannot be given to other ranks.",
             hint="Train the module itself, and call torch.jit.script() after fit; scripted functions work. For speed, "
             "compile layers: layer.compile() in setup.",
+        )
+    by_frequency = next((name for name, part in module.named_modules() if getattr(part, "scale_grad_by_freq", 0)), None)
+    if by_frequency is not None:
+        raise PartitionError(
+            f"'{by_frequency}' has scale_grad_by_freq: it divides gradients by how often an index is in the batch, "
+            "which a micro-batch does not know.",
+            hint="Make it without scale_grad_by_freq=True.",
         )
 
 

@@ -103,6 +103,9 @@ RANDOM = Names(
 FACTORIES = Names("as_tensor asarray from_numpy frombuffer new_tensor scalar_tensor tensor", _is_factory)
 """Functions that make a tensor of their own."""
 
+UNFILLED = Names("", lambda name: name.startswith(("empty", "new_empty")))
+"""Functions whose results have values of chance: `FACTORIES` that nobody fills."""
+
 _IN_PLACE = Names("__setitem__", _is_augmented)
 
 

@@ -26,6 +26,7 @@ from lightning_pipe.intercept.torch_functions import (
     METADATA,
     MIRRORED,
     RANDOM,
+    UNFILLED,
     changed_in_place,
     draws,
     function_name,
@@ -255,6 +256,8 @@ class Tracker(TorchFunctionMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
+        if name in UNFILLED:
+            result.zero_()  # what is in new memory differs between stages, and says nothing
         if name in UNCOUNTED:
             note_uncounted(tensors, result)
         self.digest.follow(name, leaves, results_of(result, written))

@@ -39,7 +39,7 @@ from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.config import Auto, RankOrder
 from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline as Engine
-from lightning_pipe.engine.refusals import check_layers, check_quantized, check_shapes
+from lightning_pipe.engine.refusals import check_layers, check_module, check_quantized
 from lightning_pipe.engine.stage import loss_of
 from lightning_pipe.engine.whole_gradients import gradient_norm, unscaling_together
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
@@ -355,7 +355,7 @@ def _check(model: nn.Module, world_size: int) -> None:
         ConfigurationError: it is divided already, or its norms would wait for other stages.
         PartitionError: a parameter has no shape yet.
     """
-    check_shapes(model)
+    check_module(model)
     if any(part in _DIVIDED for part in model.modules()) or any(map(is_absent, model.parameters())):
         raise ConfigurationError(
             f"{type(model).__name__} is divided over the ranks of a pipeline already.",

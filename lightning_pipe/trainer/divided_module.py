@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.construction import deferred_init, initialise_meta, materialize, paused
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.engine.refusals import check_shapes
+from lightning_pipe.engine.refusals import check_module
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.sync_batchnorm import synchronize, synchronized_norms
@@ -127,7 +127,7 @@ class DividedModule:
         self._changed.callback(synchronize_norms(module, options.family, device, world, every=every))
         conditions = run_conditions(device, str(trainer.precision))
         try:
-            check_shapes(module)
+            check_module(module)
             if later and not known_layers(module, options.layers):  # modules may be missing
                 return
             self.calls = CallStore(module)

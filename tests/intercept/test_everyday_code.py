@@ -71,8 +71,22 @@ class NumbersOfSomeBatches(Net):
         return F.mse_loss(self.head(h), y) + sum(kept)
 
 
-@pytest.mark.parametrize("kind", [ParameterOfAModule, ParameterOfLayers], ids=lambda kind: kind.__name__)
-def test_parameters_that_modules_are_given(kind: type[Net], run: dict[str, Any]) -> None:
+class FilledPartByPart(Net):
+    """What is in new memory differs between stages, until the step has written there."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            wide = torch.empty(len(x), 2 * WIDTH)
+            wide[:, :WIDTH] = layer(h)
+            wide[:, WIDTH:] = h
+            h = wide[:, 1 : WIDTH + 1]
+        return h
+
+
+@pytest.mark.parametrize(
+    "kind", [ParameterOfAModule, ParameterOfLayers, FilledPartByPart], ids=lambda kind: kind.__name__
+)
+def test_what_surrounds_layers(kind: type[Net], run: dict[str, Any]) -> None:
     torch.manual_seed(1)
     assert_same(kind(), batches(), **run)
 
