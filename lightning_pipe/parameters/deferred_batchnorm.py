@@ -238,3 +238,22 @@ def discard_all(norms: Iterable[DeferredBatchNorm]) -> None:
     """Forget a mini-batch that was given up."""
     for norm in norms:
         norm.pending = {}
+
+
+def check_norms(module: nn.Module, processes: int, *, every: bool = False) -> None:
+    """Refuse batch norms that wait for all processes.
+
+    Args:
+        module: the user's module.
+        processes: how many there are.
+        every: whether all batch norms are to do so.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    if processes > 1 and (every or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())):
+        raise ConfigurationError(
+            "SyncBatchNorm waits for all processes, and on a pipeline these run different layers.",
+            hint="Use plain batch norm, without sync_batchnorm=True: with deferred_batch_norm=True all replicas share "
+            "running statistics. Larger micro-batches let norms see more samples.",
+        )

@@ -46,6 +46,7 @@ from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.intercept.random_streams import mix
+from lightning_pipe.parameters.deferred_batchnorm import check_norms
 from lightning_pipe.parameters.loading import load_held
 from lightning_pipe.partition import Balance, divide, find_layers
 from lightning_pipe.plain.sharing import SharedStep, Step, shared
@@ -356,15 +357,11 @@ def _check(model: nn.Module, world_size: int) -> None:
         PartitionError: a parameter has no shape yet.
     """
     check_module(model)
+    check_norms(model, world_size)
     if any(part in _DIVIDED for part in model.modules()) or any(map(is_absent, model.parameters())):
         raise ConfigurationError(
             f"{type(model).__name__} is divided over the ranks of a pipeline already.",
             hint="Go on with that Pipeline, or build the model anew and load its state_dict().",
-        )
-    if world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
-        raise ConfigurationError(
-            "SyncBatchNorm waits for all processes, and on a pipeline these run different layers.",
-            hint="Use plain batch norm: with deferred_batch_norm=True all replicas share running statistics.",
         )
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.construction import deferred_init, initialise_meta, materialize, paused
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.refusals import check_module
-from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
-from lightning_pipe.parameters.sync_batchnorm import synchronize, synchronized_norms
+from lightning_pipe.errors import PartitionError
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, check_norms
 from lightning_pipe.partition import known_layers
 from lightning_pipe.partition.calls import CallStore
 from lightning_pipe.patches import replaced, unheard
 from lightning_pipe.profiling.measure import run_conditions
-from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.at_rest import forget, refuse_export, resume_divided
 from lightning_pipe.trainer.checks import check_copies
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
@@ -124,7 +121,7 @@ class DividedModule:
         module, world, options = self._module, self._world, self._options
         trainer, device = module.trainer, world.transport.device
         every = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
-        self._changed.callback(synchronize_norms(module, options.family, device, world, every=every))
+        check_norms(module, world.layout.world_size, every=every)
         conditions = run_conditions(device, str(trainer.precision))
         try:
             check_module(module)
@@ -163,34 +160,3 @@ class DividedModule:
         late = None if known else partial(own.by_first_batch, pipeline)
         self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, zero, self._seed, late))
         self._known = names_of(module, options.layers)
-
-
-def synchronize_norms(
-    module: pl.LightningModule, family: Family, device: torch.device, world: World, *, every: bool
-) -> Callable[[], None]:
-    """Synchronize batch norms; returns a function that undoes it.
-
-    Args:
-        module: the LightningModule.
-        family: the schedule family.
-        device: where this process computes.
-        world: the processes.
-        every: whether all batch norms are meant, or those that the user has made synchronized ones.
-
-    Raises:
-        ConfigurationError: they would wait for each other where they cannot; names the schedule or the device.
-    """
-    together = world.replicas is not None and any(True for _ in synchronized_norms(module, every=every))
-    what = ""
-    if family.pipes > 1 and (every or together):
-        what, why = f"schedule {family.label}", "the copies of a stage run at different times"
-    elif together and device.type != "cuda":
-        what, why = f"device {device}", "torch's SyncBatchNorm needs GPUs"
-    if what:
-        raise ConfigurationError(
-            f"Synchronized batch norm (sync_batchnorm=True) and {what} do not go together: {why}.",
-            hint="Use plain batch norm: with deferred_batch_norm=True all copies and replicas share statistics.",
-        )
-    if world.layout.world_size == 1:
-        return lambda: None
-    return synchronize(module, world.replicas, every=every)

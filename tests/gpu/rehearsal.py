@@ -27,8 +27,6 @@ MEASURES = ("host_time", "peak_memory", "largest_transformer", "largest_amoebane
 """Parts that measure: here in small sizes, to see that they end. Their figures mean nothing."""
 NOT_REHEARSABLE = {
     "recurrent, 1f1b-s4-m3-d1": "_thnn_fused_lstm_cell",
-    "tests/parameters/test_sync_batchnorm.py::test_replicas_normalise_together_on_gpus[never]": "batch_norm_stats",
-    "tests/parameters/test_sync_batchnorm.py::test_replicas_normalise_together_on_gpus[always]": "batch_norm_stats",
     "compiled layers": "Triton",
     "host_time": "CUPTI",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,14 +12,16 @@ from lightning.pytorch import callbacks
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_pipe import PipeStrategy, schedules
+from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError, ScheduleError
+from lightning_pipe.parameters.deferred_batchnorm import check_norms
 from lightning_pipe.trainer.checks import check_optimizers
-from lightning_pipe.trainer.divided_module import synchronize_norms
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import Outcome, outcomes
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.user_modules import BuiltInSetup, Watching
+
+SYNCHRONIZED = "with several processes: replicas share running statistics of plain batch norm"
 
 
 class Manual(Lit):
@@ -238,15 +239,23 @@ def test_metrics_in_layers_are_refused() -> None:
         assert "Keep the metric in the LightningModule" in str(ended.error)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "replicas", "message"),
-    [("chimera", None, "the copies of a stage run at different times"), ("1f1b", "a group", "needs GPUs")],
-)
-def test_synchronized_batch_norm_is_refused_where_it_would_hang(schedule: str, replicas: Any, message: str) -> None:
-    module: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
-    world: Any = SimpleNamespace(replicas=replicas, layout=SimpleNamespace(world_size=4))
-    with pytest.raises(ConfigurationError, match=message):
-        synchronize_norms(module, schedules.get(schedule), torch.device("cpu"), world, every=True)
+def train_with_synchronized_norms(process: int) -> None:
+    quiet()
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", sync_batchnorm=True, **QUIET)
+    trainer.fit(Lit().double(), datamodule=Data())
+
+
+@pytest.mark.feature("Trainer arguments", "sync_batchnorm", "refused", SYNCHRONIZED)
+@pytest.mark.feature("Plugins", "TorchSyncBatchNorm", "refused", "as sync_batchnorm")
+@pytest.mark.feature("Plugins", "LayerSync", "refused", "as sync_batchnorm")
+def test_synchronized_batch_norm_is_refused() -> None:
+    for ended in outcomes(train_with_synchronized_norms, 2, timeout=40, group_timeout=None):
+        assert isinstance(ended.error, ConfigurationError)
+        assert "SyncBatchNorm waits for all processes" in str(ended.error)
+    made_so = torch.nn.Sequential(torch.nn.SyncBatchNorm(4))
+    check_norms(made_so, 1)
+    with pytest.raises(ConfigurationError, match="Use plain batch norm"):
+        check_norms(made_so, 2)
 
 
 def test_a_step_that_fails_leaves_the_norms_of_the_module_as_they_were() -> None:

@@ -18,7 +18,6 @@ from lightning_pipe.batches.token_losses import TokenLosses
 from lightning_pipe.config import Auto
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PipeError
-from lightning_pipe.parameters.sync_batchnorm import are_synchronized
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.trainer.world import World
@@ -73,7 +72,6 @@ class BatchSplitter:
         self.number = (
             options.micro_batches if pipeline.asynchronous is None else pipeline.asynchronous.stream.micro_batches
         )
-        self._synchronized = are_synchronized(module)
         self._norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
         self._largest, self._uncut = 0, ""
         # the user has said what counts, or batches are in flight, which nobody looks at
@@ -91,11 +89,10 @@ class BatchSplitter:
         options, number = self.options, self.number
         if self._uncut:
             return self._whole(batch, self._uncut)
-        norms, full = any(map(is_normalising, self._norms)), self._batch_size or self._largest
-        if number == "auto":
-            least = BATCH_NORM_SAMPLES if norms else 1
-        else:  # a number that leaves one sample each in a full batch is the user's choice
-            least = 2 if norms and not self._synchronized and full >= 2 * number else 1
+        full = self._batch_size or self._largest
+        # a number that leaves one sample each in a full batch is the user's choice
+        enough = BATCH_NORM_SAMPLES if number == "auto" else 2 if full >= 2 * number else 1
+        least = enough if any(map(is_normalising, self._norms)) else 1
         try:
             split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
         except ConfigurationError as error:
@@ -155,14 +152,8 @@ class BatchSplitter:
         return replace(whole if self._tokens is None else self._tokens.counted(whole), uncut=why)
 
     def weights(self, micro_batches: MicroBatches) -> list[float]:
-        """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these.
-
-        Raises:
-            ConfigurationError: synchronized batch norms would wait for each other for ever.
-        """
-        total = self._world.transport.sum_over_replicas(sum(micro_batches.amounts))
-        self._check_synchronized(len(micro_batches.parts))
-        return micro_batches.weights(total)
+        """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these."""
+        return micro_batches.weights(self._world.transport.sum_over_replicas(sum(micro_batches.amounts)))
 
     @property
     def _batch_size(self) -> int | None:
@@ -170,17 +161,6 @@ class BatchSplitter:
         loader: Any = self._module.trainer.train_dataloader
         size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", 0)
         return size if isinstance(size, int) and size else None
-
-    def _check_synchronized(self, micro_batches: int) -> None:
-        """Norms that wait for the other replicas would do so for ever if these had fewer micro-batches."""
-        if not self._synchronized:
-            return
-        if len({*self._world.transport.all_gather_object(micro_batches, self._world.replica_members)}) > 1:
-            raise ConfigurationError(
-                f"Synchronized batch norm needs equally many micro-batches on all replicas; this one has "
-                f"{micro_batches}, others have more or fewer.",
-                hint="Use batches of equal size (drop_last=True), or leave sync_batchnorm out.",
-            )
 
 
 @contextmanager
