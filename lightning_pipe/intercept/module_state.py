@@ -7,13 +7,10 @@ complete one `Snapshot.changes` lists what became different, for the other ranks
 
 from __future__ import annotations
 
-import io
 import pickle
-import random
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -21,13 +18,13 @@ from torchmetrics import Metric
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import Change, at, items_of
 from lightning_pipe.intercept.interceptor import outside_modules
+from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.snapshot import Snapshot, is_compared
 from lightning_pipe.intercept.uncounted import check_counted
 
 _CONTAINERS = (list, dict)
 _FEW = 32
 """In containers of up to so many elements random generators and iterators are looked for."""
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class Tracked:
@@ -39,9 +36,10 @@ class Tracked:
     Args:
         module: the LightningModule.
         layers: the layers of the sequence.
+        of_layers: who has their attributes.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, layers: Sequence[nn.Module], of_layers: LayerState) -> None:
         real = [*layers, *(outside for _, outside in outside_modules(module, layers))]
         apart = {id(part) for root in real for part in root.modules()}
         self.modules = {
@@ -49,23 +47,16 @@ class Tracked:
             for name, part in module.named_modules()
             if part is module or (id(part) not in apart and not isinstance(part, Metric) and not is_torchs(type(part)))
         }
+        of_layers.around = self.modules
+        self._of_layers = of_layers
         self._other_types: dict[type | tuple[type, ...], set[type]] = {}
 
     def capture(self) -> Snapshot:
         """Remember all attributes as they are now."""
         return Snapshot(self.modules)
 
-    def generators(self) -> list[tuple[str, Any]]:
-        """The random generators among the attributes, with their names."""
-        return [(name, value) for name, _, value in self._attributes(_GENERATORS)]
-
-    def iterators(self) -> list[tuple[str, tuple[Any, Any], Iterator[Any]]]:
-        """The attributes that are iterators: their names, the mapping or list and the key where each is, and it."""
-        # an open file is one, too
-        return [each for each in self._attributes(Iterator) if not isinstance(each[2], io.IOBase)]
-
-    def _attributes(self, kind: type | tuple[type, ...]) -> Iterator[tuple[str, tuple[Any, Any], Any]]:
-        """The attributes of a kind, also in short lists and dictionaries: names, places and values."""
+    def attributes(self, kind: type | tuple[type, ...]) -> Iterator[tuple[str, tuple[Any, Any], Any]]:
+        """The attributes of a kind, also in short lists and dictionaries: names, where each is with its key, values."""
         # around each run of the step: to look a type up costs a tenth of what isinstance costs with torch's (2.13)
         others = self._other_types.setdefault(kind, set())
         for path, module in self.modules.items():
@@ -75,14 +66,26 @@ class Tracked:
                 elif type(value) not in _CONTAINERS:
                     others.add(type(value))
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def take(self, before: Snapshot | None) -> tuple[list[Change], list[str]]:
+        """What steps have changed since a snapshot, for other ranks; see `portable`.
+
+        Args:
+            before: the attributes before the steps; ``None``: no other rank needs what they have changed here.
+        """
+        of_layers = self._of_layers.take()
+        return ([], []) if before is None else portable([*before.changes(), *of_layers])
+
+    def apply(self, changes: Sequence[Change]) -> None:
         """Make changes that another rank's step made.
 
         Args:
-            changes: what `Snapshot.changes` returned there.
+            changes: what `take` returned there.
         """
         for change in changes:
-            _apply(at(self.modules[change.path[0]], change.path[1:-1]), change)
+            if not self._of_layers.concerns(change):
+                _apply(at(self.modules[change.path[0]], change.path[1:-1]), change)
+        # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
+        self._of_layers.adopt(changes)
 
 
 def _entries(attributes: dict[str, Any], others: Container[type]) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -95,19 +98,6 @@ def _entries(attributes: dict[str, Any], others: Container[type]) -> Iterator[tu
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if type(item) not in others:
                     yield f"{name}[{key!r}]", value, key, item
-
-
-def generator_state(generator: Any) -> bytes:
-    """The state of a random generator of torch, Python or NumPy."""
-    if isinstance(generator, torch.Generator):
-        return bytes(generator.get_state().numpy())
-    return pickle.dumps(_parts(generator))
-
-
-def _parts(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
 
 
 def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:

@@ -17,7 +17,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.layer_state import in_several_pipes
-from lightning_pipe.intercept.module_state import Tracked, name_of, portable
+from lightning_pipe.intercept.module_state import Tracked, name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 
 Step = Callable[[Any], Any]
@@ -94,9 +94,8 @@ class SharedStep:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._tracked = Tracked(pipeline.module, [layer for _, layer in pipeline.layers])
-        self._of_layers = pipeline.executor.stages.interceptor.state
-        self._of_layers.around = self._tracked.modules
+        state = pipeline.executor.stages.interceptor.state
+        self._tracked = Tracked(pipeline.module, [layer for _, layer in pipeline.layers], state)
 
     def run(self, step: Step, call: Callable[[Callable[[int, Any], Any]], dict[int, Any]]) -> dict[int, Any]:
         """Run a step for all micro-batches, and share what the ranks with the last stage made of it.
@@ -115,13 +114,13 @@ class SharedStep:
         before = self._tracked.capture()
         outputs = call(lambda _, micro_batch: self._run(step, micro_batch))
         report: tuple[dict[int, Any], list[Change]] = {}, []
-        of_layers = self._of_layers.take()
+        counts = pipeline.is_loss_rank and not pipeline.turns.needed and len(pipeline.pipeline_members) > 1
+        changes, lost = self._tracked.take(before if counts else None)
         if pipeline.turns.needed:
             before.undo()
         elif len(pipeline.pipeline_members) == 1:
             return outputs
         elif pipeline.is_loss_rank:
-            changes, lost = portable([*before.changes(), *of_layers])
             if lost:
                 raise CutError(
                     f"The step sets `{lost[0]}` to something that cannot be sent to other ranks.", hint="Return it."
@@ -136,8 +135,7 @@ class SharedStep:
             found, changes = transport.broadcast_object(report, source, pipeline.pipeline_members)
             results |= found
             if not pipeline.is_loss_rank:
-                self._tracked.apply([change for change in changes if not self._of_layers.concerns(change)])
-                self._of_layers.adopt(changes)
+                self._tracked.apply(changes)
         return results
 
     def _run(self, step: Step, micro_batch: Any) -> Any:

@@ -7,13 +7,21 @@ nobody compares: such runs must take nothing.
 
 from __future__ import annotations
 
+import io
+import pickle
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
+import torch
+
 from lightning_pipe.errors import RepeatedRunError
-from lightning_pipe.intercept.module_state import Tracked, generator_state
+from lightning_pipe.intercept.module_state import Tracked
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @contextmanager
@@ -26,12 +34,16 @@ def untouched(tracked: Tracked) -> Iterator[None]:
     Raises:
         RepeatedRunError: it has taken something.
     """
-    generators = [(name, each, generator_state(each)) for name, each in tracked.generators()]
-    iterators = [(name, _Watched(holder, iterator)) for name, holder, iterator in tracked.iterators()]
+    generators = [(name, each, _state(each)) for name, _, each in tracked.attributes(_GENERATORS)]
+    iterators = [
+        (name, _Watched(place, each))
+        for name, place, each in tracked.attributes(Iterator)
+        if not isinstance(each, io.IOBase)  # an open file is one, too
+    ]
     try:
         yield
     finally:
-        taken = [name for name, each, state in generators if generator_state(each) != state]
+        taken = [name for name, each, state in generators if _state(each) != state]
         taken += [name for name, watched in iterators if watched.end()]
         # what ends a run early is a BaseException; an error of the user's step says more than this one
         if taken and not isinstance(sys.exception(), Exception):
@@ -42,6 +54,13 @@ def untouched(tracked: Tracked) -> Iterator[None]:
                 "the micro-batch alone. Let items come with the batch (CombinedLoader), or take them in a hook: "
                 "on_train_batch_start.",
             )
+
+
+def _state(generator: Any) -> bytes:
+    """The state of a random generator of torch, Python or NumPy."""
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy())
+    return pickle.dumps(generator)
 
 
 class _Watched(Iterator[Any]):

@@ -19,12 +19,11 @@ from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.layer_state import in_several_pipes
-from lightning_pipe.intercept.module_state import name_of
+from lightning_pipe.intercept.module_state import Tracked, name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.trainer.attribute_sync import AttributeSync
 from lightning_pipe.trainer.own_sources import untouched
-from lightning_pipe.trainer.step_hooks import HooksOfBatch
+from lightning_pipe.trainer.step_hooks import HooksOfBatch, StepHooks
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, single_value
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
@@ -93,7 +92,7 @@ class UserStep:
     Attributes:
         log: records and replays logged values.
         checks: the loss checks.
-        attributes: what steps change in the LightningModule.
+        hooks: what steps register on modules.
         summed: whether the losses of micro-batches are added.
         channel: as given.
     """
@@ -110,7 +109,11 @@ class UserStep:
         self.module, self.pipeline, self.metrics = module, pipeline, metrics
         self.log = Log(module, metrics.names)
         self.checks = LossChecks(weighted=callable(loss_weight))
-        self.attributes = AttributeSync(module, pipeline)
+        interceptor = pipeline.executor.stages.interceptor
+        self._in_layers = interceptor.state
+        self._tracked = Tracked(module, [layer for _, layer in pipeline.layers], self._in_layers)
+        self.hooks = StepHooks(module, lambda: interceptor.in_module)
+        self._at_begin: Snapshot | None = None
         self.summed = loss_weight == "sum"
         self._world, self.channel = world, channel
         self._may_repeat = False
@@ -120,7 +123,7 @@ class UserStep:
     def running(
         self, *, may_repeat: bool = False, turns: bool = False, ranks: Sequence[int] | None = None
     ) -> Iterator[Snapshot | None]:
-        """Around the pipeline's call of steps. Yields what `AttributeSync.changes` compares attributes with.
+        """Around the pipeline's call of steps. Yields the attributes before, or ``None`` where nobody needs changes.
 
         Args:
             may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
@@ -128,16 +131,19 @@ class UserStep:
             ranks: those that complete it; ``None``: all with the last stage.
         """
         self._may_repeat = may_repeat
-        before = self.attributes.before(self.pipeline.loss_ranks if ranks is None else ranks)
+        completes = self.pipeline.transport.rank in (self.pipeline.loss_ranks if ranks is None else ranks)
+        several = len(self.pipeline.pipeline_members) > 1
+        before = self._at_begin = self._tracked.capture() if completes and several else None
         with self.metrics.in_step(alike=turns):
             # most ranks leave the step early: collectives of the user's step must concern the replicas alone
             self._world.local = True
             try:
                 yield before
             except GivenOtherValuesError as error:
-                raise error.naming(self.attributes.changed(before)) from None
+                own = [] if before is None else [f"self.{name_of(change)}" for change in before.changes()]
+                raise error.naming([*own, *self._in_layers.changed()]) from None
             finally:
-                self._world.local, self.attributes.at_begin = False, None
+                self._world.local, self._at_begin = False, None
 
     @contextmanager
     def undoing(self, micro_batches: int, hooks: HooksOfBatch, *, training: bool) -> Iterator[None]:
@@ -152,19 +158,20 @@ class UserStep:
         again = is_recomputing()
         # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
         complete = not (self.pipeline.ends_early or self._may_repeat or again)
-        pipes = micro_batches > 1 and self.attributes.several and not again
-        noting_hooks = self.attributes.hooks.noting(hooks, lambda: complete)
+        several = self.pipeline.family.pipes > 1 and self.pipeline.synchronous  # ranks complete micro-batches
+        pipes = several and micro_batches > 1 and not again
+        noting_hooks = self.hooks.noting(hooks, lambda: complete)
         watched = again or self._may_repeat or pipes
-        taking = untouched(self.attributes.tracked) if watched else nullcontext()
+        taking = untouched(self._tracked) if watched else nullcontext()
         if complete:
             with noting_hooks, taking:
                 yield
             return
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
-        kept = self.attributes.at_begin if micro_batches == 1 and not (training or again) else None
+        kept = self._at_begin if micro_batches == 1 and not (training or again) else None
         # what stands in the place of iterators is no change
         with taking, noting_hooks, self.metrics.remembered() as metrics:
-            kept = kept or self.attributes.tracked.capture()
+            kept = kept or self._tracked.capture()
             try:
                 yield
                 complete = not again
@@ -177,6 +184,31 @@ class UserStep:
                     kept.undo(for_now=again and not is_alone())
                     for states in metrics.values():
                         states.undo()
+
+    def changes(self, before: Snapshot | None) -> list[Change]:
+        """What steps changed in the attributes of the LightningModule.
+
+        Args:
+            before: the attributes before the steps, as `running` yielded them.
+        """
+        changes, lost = self._tracked.take(before)
+        for attribute in lost:
+            self._warn(
+                attribute,
+                f"The step sets `self.{attribute}` to something that cannot be pickled: it exists on the rank with the "
+                "loss alone.",
+            )
+        return changes
+
+    def adopt(self, reports: Sequence[StepReport], before: Snapshot | None) -> None:
+        """Have on this rank what the step has changed on the ranks that complete it.
+
+        Args:
+            reports: of all these ranks.
+            before: this rank's attributes before the steps; ``None`` if it completes none.
+        """
+        for report in reports if before is None or len(reports) > 1 else ():
+            self._tracked.apply(report.changes)
 
     def exchange(
         self, report: StepReport | None, ranks: Sequence[int], *, send_outputs: bool = True
@@ -311,12 +343,12 @@ class StepOfBatch:
         if common.pipeline.transport.rank in self.ranks:
             report = StepReport({}, [], [], [], repeats=True)
             if not repeats:
-                report = self.report(outputs, common.attributes.changes(before, self.ranks))
+                report = self.report(outputs, common.changes(before))
         reports = common.exchange(report, self.ranks, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}
-        common.attributes.adopt([each.changes for each in reports], before)
+        common.adopt(reports, before)
         self.replay(reports)
         common.take_over(reports, training=self._training)
         return known_outputs(reports)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.module_state import Tracked, name_of, portable
 
 
@@ -89,7 +90,7 @@ def module() -> Module:
 
 
 def tracked(module: Module) -> Tracked:
-    return Tracked(module, list(module.layers))
+    return Tracked(module, list(module.layers), LayerState(module, ()))
 
 
 def test_undo_leaves_no_trace(module: Module) -> None:

@@ -98,7 +98,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "terminal": "simulate/test_drawing",
     },
     "trainer": {
-        "attribute_sync": "intercept/test_module_state",
         "divided_module": "trainer/test_equality",
         "model_sharding": "sharding/test_refusals",
         "processes": "faults/test_faults",

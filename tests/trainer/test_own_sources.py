@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.module_state import Tracked
 from lightning_pipe.trainer.own_sources import untouched
 from tests.support import oracle
@@ -96,6 +98,10 @@ def test_what_is_taken_behind_the_cut_too_is_refused(options: dict[str, Any]) ->
         run_trainers(trained, 2, timeout=40, devices=2, places=["front", "behind"], **options)
 
 
+def taking_nothing(module: nn.Module) -> AbstractContextManager[None]:
+    return untouched(Tracked(module, [], LayerState(module, ())))
+
+
 class Holds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,9 +124,12 @@ class Holds(nn.Module):
 def test_all_that_a_run_takes_from_is_known(name: str, draw: Callable[[Any], Any]) -> None:
     module = Holds()
     items = module.items
-    with untouched(Tracked(module, [])):
+    with taking_nothing(module):
         pass
-    with pytest.raises(CutError, match=re.escape(f"self.{name}")), untouched(Tracked(module, [])):
+    with (
+        pytest.raises(CutError, match=re.escape(f"self.{name}")),
+        taking_nothing(module),
+    ):
         draw(module)
     assert module.items is items
 
@@ -131,5 +140,5 @@ def test_an_error_of_the_step_comes_first() -> None:
         raise ValueError("the reason")
 
     module = Holds()
-    with pytest.raises(ValueError, match="the reason"), untouched(Tracked(module, [])):
+    with pytest.raises(ValueError, match="the reason"), taking_nothing(module):
         fails(module)
