@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -125,25 +123,20 @@ def resume_divided(module: nn.Module, layers: Layers, transport: Transport, stag
 
 
 def refuse_export(module: nn.Module) -> None:
-    """Let the Hugging Face models in a divided module refuse ``save_pretrained``, which needs all of them.
+    """Let the models of Transformers, PEFT and others in a divided module refuse ``save_pretrained``, which needs all.
 
     Args:
         module: the LightningModule.
     """
-    for model in _exportable(module):
-        vars(model)[_EXPORT] = _refused
+    for part in module.modules():
+        if hasattr(part, _EXPORT):
+            vars(part)[_EXPORT] = _refused
 
 
 def _let_export(module: nn.Module) -> None:
-    for model in _exportable(module):
-        vars(model).pop(_EXPORT, None)
-
-
-def _exportable(module: nn.Module) -> Iterator[nn.Module]:
-    """The models of Transformers, and those of PEFT around them."""
-    modules = (("transformers.modeling_utils", "PreTrainedModel"), ("peft", "PeftModel"))
-    kinds = tuple(getattr(sys.modules[name], kind) for name, kind in modules if name in sys.modules)
-    return (part for part in module.modules() if isinstance(part, kinds))
+    for part in module.modules():
+        if vars(part).get(_EXPORT) is _refused:
+            del vars(part)[_EXPORT]
 
 
 def _refused(*_: Any, **__: Any) -> NoReturn:

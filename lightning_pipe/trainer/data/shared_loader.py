@@ -8,6 +8,7 @@ the other ranks take them over.
 from __future__ import annotations
 
 import pickle
+import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,12 +16,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.intercept import library_draws
 from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.torch_internals import tree_map
@@ -165,12 +166,15 @@ def _pinned(leaf: Any) -> Any:
 
 
 def _random_states() -> dict[str, Any]:
-    """The states of the global generators."""
-    return {"torch": torch.get_rng_state(), "libraries": pickle.dumps(library_draws.states())}
+    """The states of the global generators; those of NumPy compare once pickled, which takes Python's far longer."""
+    numpy = pickle.dumps(np.random.get_state(legacy=False))
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
     if "torch" in states:
         torch.set_rng_state(states["torch"])
-    if "libraries" in states:
-        library_draws.restore(pickle.loads(states["libraries"]))
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(pickle.loads(states["numpy"]))
