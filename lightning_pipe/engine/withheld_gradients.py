@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.local_parts import local, settled
 from lightning_pipe.torch_internals import foreach_mul_
 
@@ -86,7 +87,8 @@ def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -
         parameters: all that may get a gradient.
         scale: the factor that the code inside puts on its losses.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    # those of other ranks get none, and each question to one of them costs as much as a small operation
+    trainable = [each for each in parameters if not isinstance(each, AbsentTensor) and each.requires_grad]
     before = [parameter.grad for parameter in trainable]
     withheld = WithheldGradients(scale)
     for parameter in trainable:

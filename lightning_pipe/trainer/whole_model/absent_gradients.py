@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, Origin
 from lightning_pipe.parameters.mixing import after_closure
+from lightning_pipe.torch_internals import DisableTorchFunctionSubclass
 
 
 class _SummedElsewhere:
@@ -70,7 +71,8 @@ class AbsentGradients:
         """After a backward pass: set the gradients. Collective over the pipeline when other parameters are trained."""
         # the first batch, behind which this is called first, may have others put in the place of some
         self._parameters = self._parameters or list(self._pipeline.module.parameters())
-        trainable = [parameter.requires_grad for parameter in self._parameters]
+        with DisableTorchFunctionSubclass():
+            trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
             self._learn()
@@ -101,12 +103,14 @@ class AbsentGradients:
         return Origin((name,), _SummedElsewhere(self._pipeline, reductions.shards.owner(parameter)))
 
     def _set(self) -> None:
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+        with DisableTorchFunctionSubclass():  # twice as fast, for every parameter in every batch
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
 
     def _hide(self) -> None:
-        for parameter, _ in self._gradients:
-            parameter.grad = None
+        with DisableTorchFunctionSubclass():
+            for parameter, _ in self._gradients:
+                parameter.grad = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return after_closure(args, kwargs, self._hide)
