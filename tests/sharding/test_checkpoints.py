@@ -101,10 +101,7 @@ def go_on(process: int, folder: str) -> dict[str, Any]:
     for name, options in LAYOUTS.items():
         strategy = PipeStrategy(pipeline_parallel_size=2, micro_batches=2, **options)
         found[f"{name} 2"] = fit(strategy, 4, 2, ckpt_path=place / f"{OTHER[name]}.ckpt")
-    found["lightning 1"] = fit_divided(process, place / "lightning.ckpt"), None
     found["lightning 2"] = fit_divided(process, place / "on.ckpt", ckpt_path=place / "parameters.ckpt"), None
-    strategy = PipeStrategy(pipeline_parallel_size=2, micro_batches=2, **LAYOUTS["tensor"])
-    found["of_lightning 2"] = fit(strategy, 4, 2, ckpt_path=place / "lightning.ckpt")
     found["anew"] = fit_and_test_anew(place)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -11,15 +12,17 @@ from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
 from tests.support.oracle import Trace
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.sharded_runs import FAMILIES, MODELS, Sharded, check
 from tests.support.trainer_runs import quiet
 
 REPLICAS = [
-    # tied, frozen and shared ones, weights outside the layers, recomputed attributes of torch's own
-    *("residual", "tied_to_layers", "scale_in_two_stages", "shared_by_layers", "frozen_layers"),
-    *("weight_norm", "recurrent"),
+    # tied, shared and frozen ones, weights outside the layers, recomputed attributes of torch's own
+    *("tied_to_layers", "scale_in_two_stages", "frozen_layers", "weight_norm", "recurrent"),
 ]
+INTERLEAVED = Sharded("interleaved", stages=4, replicas=2, accumulate=2)
+RESHARDED = Sharded("zero_bubble", replicas=2, micro_batches=4, reshard=True)
 UNLIKE = {"noise", "t5"}
 """Random numbers of replicas are not those of one device; a softmax in single precision."""
 
@@ -30,11 +33,13 @@ def test_replicas_train_as_one_device() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "point",
-    [Sharded("1f1b", replicas=2, steps=5), Sharded("interleaved", stages=4, replicas=2, accumulate=2, steps=5)],
-    ids=str,
-)
+def test_several_stages_and_accumulation() -> None:
+    check(["gpt2", "divides_itself"], INTERLEAVED, "data_parallel")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", [Sharded("1f1b", replicas=2, steps=5), replace(INTERLEAVED, steps=5)], ids=str)
 def test_five_steps(point: Sharded) -> None:
     check(FAMILIES, point, "data_parallel")
 
@@ -42,15 +47,11 @@ def test_five_steps(point: Sharded) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "point",
-    [
-        Sharded("zero_bubble", replicas=2, micro_batches=4, recompute="never"),
-        Sharded("zero_bubble", replicas=2, micro_batches=4, reshard=True),
-        Sharded(stages=1, ranks=1, replicas=2),
-    ],
+    slow_but([RESHARDED, replace(RESHARDED, reshard=False), Sharded(stages=1, ranks=1, replicas=2)], RESHARDED),
     ids=str,
 )
-def test_several_stages_divided_backward_passes_and_one_stage(point: Sharded) -> None:
-    check(["gpt2", "residual", "divides_itself"], point, "data_parallel")
+def test_divided_backward_passes_and_one_stage(point: Sharded) -> None:
+    check(["residual", "divides_itself"], point, "data_parallel")
 
 
 def clipped(process: int, replicas: int) -> Trace:
@@ -134,7 +135,7 @@ def test_other_numbers_of_micro_batches_on_a_replica() -> None:
     "point",
     [
         Sharded("gpipe", replicas=2, recompute="always"),
-        Sharded("interleaved", stages=4, replicas=2, accumulate=2, steps=2),
+        replace(INTERLEAVED, steps=2),
         Sharded("zero_bubble", replicas=2, micro_batches=4),
     ],
     ids=str,

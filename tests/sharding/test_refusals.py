@@ -184,27 +184,30 @@ class OverTensorRanks(Pairs):
             divide_pair(layer, self.device_mesh["tensor_parallel"])
 
 
-def fit_over_replicas_too(process: int, kind: Callable[[], Any]) -> str | list[float]:
-    """The losses, or what an error says."""
+def fit_over_replicas_too(process: int) -> tuple[list[float], str]:
+    """The losses of a module that divides itself over both, and what the error about the other one says."""
     quiet()
+    losses = fit_three_dimensions(DividesItself).losses
+    with pytest.raises(ConfigurationError) as refused:
+        fit_three_dimensions(OverTensorRanks)
+    return losses, str(refused.value)
+
+
+def fit_three_dimensions(kind: Callable[[], Any]) -> oracle.Trace:
     sizes: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "tensor_parallel_size": 2}
     options: dict[str, Any] = {"devices": 4, "use_distributed_sampler": False}
     strategy = PipeStrategy(**sizes, micro_batches=2, shard_optimizer="parameters")
     torch.manual_seed(0)
-    try:
-        return oracle.fit(kind().double(), MODELS["pairs"].batches(3), strategy=strategy, **options).losses
-    except ConfigurationError as error:
-        return str(error)
+    return oracle.fit(kind().double(), MODELS["pairs"].batches(3), strategy=strategy, **options)
 
 
 @pytest.mark.timeout(100)
 def test_a_module_that_divides_itself_over_tensor_ranks_alone() -> None:
-    for said in processes.run_trainers(fit_over_replicas_too, 4, timeout=80, kind=OverTensorRanks):
-        assert "does not divide what configure_model has divided over tensor ranks" in said
     torch.manual_seed(0)
     truth = oracle.fit(DividesItself().double(), MODELS["pairs"].batches(3)).losses
-    for losses in processes.run_trainers(fit_over_replicas_too, 4, timeout=80, kind=DividesItself):
+    for losses, said in processes.run_trainers(fit_over_replicas_too, 4, timeout=80):
         oracle.assert_equal(oracle.Trace(losses=losses), oracle.Trace(losses=truth))
+        assert "does not divide what configure_model has divided over tensor ranks" in said
 
 
 class DTensor(Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,17 +18,25 @@ from tests.support.sharded_runs import MODELS as ENTRIES
 from tests.support.trainer_runs import quiet
 
 MODELS = [*FAMILIES, "qwen3", "pairs"]
+INTERLEAVED = Sharded("interleaved", stages=4, micro_batches=4, tensor=2, parameters=False)
 
 
 @pytest.mark.timeout(120)
 def test_tensor_ranks_train_as_one_device() -> None:
-    check(MODELS, Sharded("1f1b", tensor=2, parameters=False, steps=5), "tensor_parallel")
+    check(["mixtral", "rows", "divides_itself"], INTERLEAVED, "tensor_parallel")
 
 
-@pytest.mark.timeout(120)
-def test_interleaved() -> None:
-    point = Sharded("interleaved", stages=4, micro_batches=4, tensor=2, parameters=False, steps=5)
-    check([*FAMILIES, "divided_llama", "rows"], point, "tensor_parallel")
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("names", "point"),
+    [
+        (MODELS, Sharded("1f1b", tensor=2, parameters=False, steps=5)),
+        ([*FAMILIES, "divided_llama", "rows"], replace(INTERLEAVED, steps=5)),
+    ],
+)
+def test_further_models(names: list[str], point: Sharded) -> None:
+    check(names, point, "tensor_parallel", timeout=220)
 
 
 class Fused(Pairs):

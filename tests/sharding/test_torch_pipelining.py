@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.local_parts import is_divided, whole
 from tests.support import oracle
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers, run_world
 from tests.support.sharded_runs import MODELS
 from tests.support.trainer_runs import quiet
@@ -19,18 +20,13 @@ MICRO_BATCHES, STEPS = 4, 5
 STAGES = {"1f1b": 2, "interleaved": 4}
 
 
-def by_torch(process: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    """For each schedule the losses, where they are, and the weights of this process's stages."""
+def by_torch(process: int, schedule: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses, where they are, and the weights of this process's stages."""
     from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    return {schedule: _train(mesh, schedule) for schedule in STAGES}
-
-
-def _train(mesh: Any, schedule: str) -> tuple[list[float], dict[str, Tensor]]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     count, rank, replica = STAGES[schedule], mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
     entry: Any = MODELS["pairs"]
     module = entry.build()
@@ -58,34 +54,32 @@ def _train(mesh: Any, schedule: str) -> tuple[list[float], dict[str, Tensor]]:
     return found, {name: whole(p.detach()) for name, p in module.named_parameters() if is_divided(p)}
 
 
-def by_us(process: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+def by_us(process: int, schedule: str) -> tuple[list[float], dict[str, Tensor]]:
     """The same by the strategy."""
     from lightning_pipe import PipeStrategy
 
     quiet()
-    entry, found = MODELS["pairs"], {}
-    for schedule, count in STAGES.items():
-        sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "stages": count}
-        own = PipeStrategy(schedule, MICRO_BATCHES, **sizes, rank_order="replicas", shard_optimizer="parameters")
-        batches = entry.batches(2 * STEPS)[process % 2 :: 2]
-        options = {"devices": 4, "use_distributed_sampler": False, "clip": None}
-        trace = oracle.fit(entry.build(), batches, strategy=own, **options)
-        found[schedule] = trace.losses, trace.weights
-    return found
+    entry = MODELS["pairs"]
+    sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "stages": STAGES[schedule]}
+    own = PipeStrategy(schedule, MICRO_BATCHES, **sizes, rank_order="replicas", shard_optimizer="parameters")
+    batches = entry.batches(2 * STEPS)[process % 2 :: 2]
+    options = {"devices": 4, "use_distributed_sampler": False, "clip": None}
+    trace = oracle.fit(entry.build(), batches, strategy=own, **options)
+    return trace.losses, trace.weights
 
 
 @pytest.mark.timeout(150)
-def test_torch_pipelining_over_sharded_stages() -> None:
-    ours, theirs = run_trainers(by_us, 4, timeout=70), run_world(by_torch, 4, timeout=70)
-    for schedule in STAGES:
-        names: set[str] = set()
-        for process, of_process in enumerate(theirs):
-            losses, weights = of_process[schedule]
-            names |= weights.keys()
-            found, all_weights = ours[process][schedule]
-            assert len(found) == STEPS
-            assert process < 2 or losses
-            oracle.assert_equal(oracle.Trace(losses=found), oracle.Trace(losses=losses))
-            held = {name: all_weights[name] for name in weights}
-            oracle.assert_equal(oracle.Trace(weights=held), oracle.Trace(weights=weights))
-        assert names == ours[0][schedule][1].keys()
+@pytest.mark.parametrize("schedule", slow_but(STAGES, "1f1b"))
+def test_torch_pipelining_over_sharded_stages(schedule: str) -> None:
+    ours = run_trainers(by_us, 4, timeout=70, schedule=schedule)
+    theirs = run_world(by_torch, 4, timeout=70, schedule=schedule)
+    names: set[str] = set()
+    for process, (losses, weights) in enumerate(theirs):
+        names |= weights.keys()
+        found, all_weights = ours[process]
+        assert len(found) == STEPS
+        assert process < 2 or losses
+        oracle.assert_equal(oracle.Trace(losses=found), oracle.Trace(losses=losses))
+        held = {name: all_weights[name] for name in weights}
+        oracle.assert_equal(oracle.Trace(weights=held), oracle.Trace(weights=weights))
+    assert names == ours[0][1].keys()
