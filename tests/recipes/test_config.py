@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_pipe.schedules import Chimera
 from recipes import config
 from recipes.errors import RecipeError
 from tests.recipes.conftest import CONF
+from tests.support.pairs import slow_but
 
 Compose = Callable[..., DictConfig]
 
@@ -51,7 +52,7 @@ def test_every_experiment_composes_with_every_schedule_and_trainer(
     assert plain["trainer"]["accelerator"] == ("cpu" if trainer == "cpu" else "gpu")
 
 
-@pytest.mark.parametrize("experiment", names("experiment"))
+@pytest.mark.parametrize("experiment", slow_but(names("experiment"), "gpt2_wikitext2", "resnet101_imagenet"))
 def test_another_optimizer_may_take_the_place_of_an_experiment_s(composed: Compose, experiment: str) -> None:
     rate = composed(f"experiment={experiment}").optim.lr
     for optimizer, own, size in (("sgd", "nesterov", "tiny"), ("rmsprop", "decay", "paper")):
@@ -102,20 +103,23 @@ def test_the_papers_sizes_are_in_the_configuration(composed: Compose) -> None:
 
 
 # Experiments and schedules are composed above; what is reproduced is not trained.
-@pytest.mark.parametrize(
-    "choice",
-    [
-        f"{group.name}={name}"
-        for group in sorted(CONF.iterdir())
-        if group.is_dir() and group.name not in ("experiment", "pipe", "reproduce")
-        for name in names(group.name)
-    ],
-)
-def test_every_file_composes(composed: Compose, choice: str) -> None:
-    if choice == "hparams_search=optuna":
-        reason = "make test-extras installs hydra-optuna-sweeper"
-        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason=reason)
-    composed(choice)
+CHOICES = [
+    [f"{group.name}={name}" for name in names(group.name)]
+    for group in sorted(CONF.iterdir())
+    if group.is_dir() and group.name not in ("experiment", "pipe", "reproduce", "hparams_search")
+]
+
+
+@pytest.mark.parametrize("choices", zip_longest(*CHOICES))
+def test_every_file_composes(composed: Compose, choices: tuple[str | None, ...]) -> None:
+    """One of each group together, as a file of one group says nothing about another group."""
+    composed(*filter(None, choices))
+
+
+def test_the_search_of_hyper_parameters_composes(composed: Compose) -> None:
+    reason = "make test-extras installs hydra-optuna-sweeper"
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason=reason)
+    composed("hparams_search=optuna")
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))

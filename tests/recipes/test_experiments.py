@@ -11,6 +11,7 @@ import pytest
 from recipes import checkpoints, job
 from recipes.errors import RecipeError
 from recipes.evaluate import evaluate, main, stored
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.recipe_curves import RECIPES, compose_recipe, write_data
 
@@ -23,7 +24,9 @@ def _quiet() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")
 @pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", slow_but(RECIPES, "bert48_wikipedia", "gpt2_wikitext2", "nmt_multilingual", "resnet101_imagenet")
+)
 def test_every_experiment_runs_and_can_be_evaluated(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -33,7 +33,7 @@ def each(recipe: str) -> Any:
 @pytest.mark.parametrize("recipe", [each(name) for name in RECIPES])
 def test_the_curve_does_not_depend_on_the_schedule(recipe: str, tmp_path: Path) -> None:
     data = write_data(tmp_path)
-    pipes = PIPES[recipe in FAST :]
+    pipes = ["chimera"] if recipe in FAST else PIPES
     plain = train(recipe, data, tmp_path, "pipe=none", "trainer.devices=1", *IN_MICRO_BATCHES.get(recipe, []))
     pipelines = run_trainers(train_all, 2, timeout=200, recipe=recipe, pipes=pipes, data=data, folder=tmp_path)
     expected = merged(plain.losses)

@@ -18,6 +18,7 @@ from recipes import job
 from recipes.errors import RecipeError
 from recipes.plan import plans
 from tests.recipes.conftest import CONF, command
+from tests.support.pairs import slow_but
 
 Compose = Callable[..., DictConfig]
 PARAMETERS = {
@@ -38,16 +39,20 @@ def test_every_experiment_is_planned_here() -> None:
 
 @pytest.mark.parametrize(
     ("experiment", "pipe"),
-    [
-        pytest.param("amoebanet_imagenet", "gpipe", marks=pytest.mark.slow),
+    slow_but(
+        [
+            ("amoebanet_imagenet", "gpipe"),
+            ("bert48_wikipedia", "chimera"),
+            ("gpt2_wikitext2", "interleaved"),
+            ("gpt2_wikitext103", "chimera"),
+            ("nmt_multilingual", "1f1b"),
+            ("resnet101_imagenet", "gpipe"),
+            ("unet_imagenet", "zero_bubble"),
+            ("transformer_wikitext103", "gpipe"),
+        ],
         ("bert48_wikipedia", "chimera"),
         ("gpt2_wikitext2", "interleaved"),
-        ("gpt2_wikitext103", "chimera"),
-        ("nmt_multilingual", "1f1b"),
-        ("resnet101_imagenet", "gpipe"),
-        ("unet_imagenet", "zero_bubble"),
-        ("transformer_wikitext103", "gpipe"),
-    ],
+    ),
 )
 def test_every_paper_s_model_is_planned_without_a_single_weight(
     composed: Compose, monkeypatch: pytest.MonkeyPatch, experiment: str, pipe: str
@@ -93,7 +98,10 @@ def test_the_paper_s_size_has_the_paper_s_pipeline(composed: Compose, experiment
     schedule = pipe.schedule if isinstance(pipe.schedule, str) else instantiate(pipe.schedule)
     division = (pipe.micro_batches, pipe.pipeline_parallel_size, pipe.data_parallel_size)
     assert (schedule, *division, pipe.recompute, settings.data.batch_size) == OF_THE_PAPERS[experiment]
-    assert composed(f"experiment={experiment}", "size=paper", "pipe=1f1b").pipe.micro_batches == "auto"
+
+
+def test_another_schedule_has_micro_batches_of_its_own(composed: Compose) -> None:
+    assert composed("experiment=bert48_wikipedia", "size=paper", "pipe=1f1b").pipe.micro_batches == "auto"
 
 
 @pytest.mark.parametrize(
@@ -101,10 +109,14 @@ def test_the_paper_s_size_has_the_paper_s_pipeline(composed: Compose, experiment
     [
         ("bert48_wikipedia", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 8 micro-batches x 8"),
         ("gpipe_w8d4b4", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 16 micro-batches x 4"),
-        ("dapple_w8d4b4", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 16 micro-batches x 4"),
-        ("chimera_w64d8b1", "gpt2_wikitext2", "64 (replicas) x 1 (accumulation); batch = 8 micro-batches x 1"),
-        ("dapple_w32d16b1", "gpt2_wikitext2", "32 (replicas) x 1 (accumulation); batch = 16 micro-batches x 1"),
-        ("gpipe_w64d8b1", "gpt2_wikitext2", "64 (replicas) x 1 (accumulation); batch = 8 micro-batches x 1"),
+        *slow_but(
+            [
+                ("dapple_w8d4b4", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 16 micro-batches x 4"),
+                ("chimera_w64d8b1", "gpt2_wikitext2", "64 (replicas) x 1 (accumulation); batch = 8 micro-batches x 1"),
+                ("dapple_w32d16b1", "gpt2_wikitext2", "32 (replicas) x 1 (accumulation); batch = 16 micro-batches x 1"),
+                ("gpipe_w64d8b1", "gpt2_wikitext2", "64 (replicas) x 1 (accumulation); batch = 8 micro-batches x 1"),
+            ]
+        ),
     ],
 )
 def test_a_plan_names_the_paper_s_configuration(composed: Compose, name: str, experiment: str, equation: str) -> None:
@@ -140,8 +152,8 @@ TOO_FEW_LAYERS = {
 
 
 # the papers' sizes are planned above
-@pytest.mark.parametrize("size", ["tiny", pytest.param("small", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("experiment", sorted(PARAMETERS))
+@pytest.mark.parametrize("size", slow_but(["tiny", "small"], "tiny"))
+@pytest.mark.parametrize("experiment", slow_but(sorted(PARAMETERS), "bert48_wikipedia", "gpt2_wikitext2"))
 def test_every_size_is_planned(composed: Compose, experiment: str, size: str) -> None:
     texts = list(plans(composed(f"experiment={experiment}", f"size={size}", "ranks=[2,4,8]")))
     for ranks, text in zip((2, 4, 8), texts, strict=True):
@@ -152,7 +164,7 @@ def test_every_size_is_planned(composed: Compose, experiment: str, size: str) ->
             assert f"Use stages={layers} or fewer on {layers} ranks or fewer" in text
 
 
-@pytest.mark.parametrize("experiment", sorted(PARAMETERS))
+@pytest.mark.parametrize("experiment", slow_but(sorted(PARAMETERS), "gpt2_wikitext2", "resnet101_imagenet"))
 def test_the_named_layers_are_those_that_are_found_where_the_choice_is_clear(
     composed: Compose, experiment: str
 ) -> None:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from recipes import command_line, train
 from tests.recipes.conftest import ROOT, command, write_text
+from tests.support.pairs import slow_but
 from tests.support.process_groups import process_group
 
 SMALL = [
@@ -138,7 +139,7 @@ def test_a_mistake_is_one_clear_message(tmp_path: Path, argument: str, words: st
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", ["recipes.train", "recipes.plan"])
+@pytest.mark.parametrize("module", slow_but(["recipes.train", "recipes.plan"], "recipes.train"))
 def test_the_whole_configuration_is_printed_and_nothing_runs(tmp_path: Path, module: str) -> None:
     done = command(module, tmp_path, ["experiment=gpt2_wikitext2", "hydra.run.dir=out", "--cfg", "job", "--resolve"])
     assert done.value == 0, done.trace

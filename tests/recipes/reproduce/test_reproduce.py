@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.utils import get_object, instantiate
@@ -28,10 +30,17 @@ SMALLER = {
 """What makes a sweep shorter without leaving a kind of row out."""
 
 SLOW = {
-    *("chimera_figure9", "chimera_figure10", "chimera_figure11", "chimera_figure13", "chimera_figure1_throughput"),
-    "search_on_their_machine",
+    *("chimera_figure1_bubbles", "chimera_figure1_throughput", "chimera_figure9", "chimera_figure10"),
+    *("chimera_figure11", "chimera_figure13", "chimera_figure15", "chimera_figure17", "chimera_figure18"),
+    *("chimera_figure19", "chimera_table2", "chimera_table3", "gpipe_table1", "gpipe_table2_amoebanet"),
+    *("gpipe_table3_amoebanet", "search_on_their_machine", "torchgpipe_amoebanet_memory", "torchgpipe_resnet_speed"),
+    "torchgpipe_unet_speed",
 }
-"""Simulations of many set-ups or ranks: seconds each."""
+"""Simulations of many set-ups or ranks, and large models: seconds each."""
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
 
 
 def is_computed(name: str) -> bool:
@@ -46,13 +55,7 @@ def reproduced(name: str) -> tuple[Experiment, tuple[Row, ...]]:
     return experiment, experiment.reproduce().rows
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in filter(is_computed, experiments.names())
-    ],
-)
+@pytest.mark.parametrize("name", each(filter(is_computed, experiments.names())))
 def test_counted_and_simulated_values(name: str) -> None:
     rows = reproduced(name)[1]
     assert rows
@@ -126,7 +129,7 @@ def test_verdicts() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpipe_table2", "gpipe_table3", "gpipe_table3_amoebanet", "torchgpipe_amoebanet_speed"]
+    "name", each(["gpipe_table2", "gpipe_table3", "gpipe_table3_amoebanet", "torchgpipe_amoebanet_speed"])
 )
 def test_the_unit_of_a_table_is_not_called_reproduced(name: str) -> None:
     rows = [row for row in reproduced(name)[1] if row.published == row.reproduced == 1]
