@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -14,20 +14,20 @@ from lightning_pipe.schedules.evaluation_order import EvaluationOrder, Pass
 BATCHES = 40
 
 
-def placements() -> list[Any]:
+@cache
+def placements() -> dict[tuple[int, ...], str]:
     """The ranks of the stages of pipe 0, of every family on one to eight ranks; and some that no family has."""
-    found = {}
+    found: dict[tuple[int, ...], str] = {}
     for ranks in range(1, 9):
         for name in schedules.names():
             for family in schedules.get(name).variants():
                 for stages in (family.stages_per_rank * ranks, 3 * ranks):
                     try:
-                        schedule = family.build(ranks, 4 * ranks, stages=stages)
+                        schedule = family.unchecked(ranks, 2 * ranks, stages)
                     except ScheduleError:
                         continue
                     found[tuple(schedule.placement[0, stage] for stage in range(schedule.stages))] = name
-    found |= dict.fromkeys([(0, 1, 1), (0, 0, 1), (1, 0, 0, 1, 1), (0, 1, 2, 1)], "uneven")
-    return [pytest.param(each, id=f"{name}-{'-'.join(map(str, each))}") for each, name in found.items()]
+    return found | dict.fromkeys([(0, 1, 1), (0, 0, 1), (1, 0, 0, 1, 1), (0, 1, 2, 1)], "uneven")
 
 
 def ran(order: EvaluationOrder, batches: int) -> tuple[dict[tuple[int, int], int], list[int], list[tuple[int, int]]]:
@@ -46,8 +46,12 @@ def ran(order: EvaluationOrder, batches: int) -> tuple[dict[tuple[int, int], int
     return slots, ends, begun
 
 
-@pytest.mark.parametrize("ranks", placements())
-def test_every_pass_follows_the_pass_of_the_stage_before(ranks: tuple[int, ...]) -> None:
+def test_every_pass_follows_the_pass_of_the_stage_before() -> None:
+    for ranks in placements():
+        check_order(ranks)
+
+
+def check_order(ranks: tuple[int, ...]) -> None:
     stages = len(ranks)
     order = EvaluationOrder(ranks)
     slots, ends, begun = ran(order, BATCHES)
@@ -67,11 +71,11 @@ def test_every_pass_follows_the_pass_of_the_stage_before(ranks: tuple[int, ...])
         assert slots[0, batch] > ends[batch - stages]
 
 
-@pytest.mark.parametrize("ranks", placements())
-def test_the_busiest_rank_is_never_idle_but_at_the_beginning(ranks: tuple[int, ...]) -> None:
-    most = max(ranks.count(rank) for rank in ranks)
-    _, ends, _ = ran(EvaluationOrder(ranks), BATCHES)
-    assert ends[-1] + 1 <= most * BATCHES + len(ranks) - 1
+def test_the_busiest_rank_is_never_idle_but_at_the_beginning() -> None:
+    for ranks, name in placements().items():
+        most = max(ranks.count(rank) for rank in ranks)
+        _, ends, _ = ran(EvaluationOrder(ranks), BATCHES)
+        assert ends[-1] + 1 <= most * BATCHES + len(ranks) - 1, (name, ranks)
 
 
 def test_where_each_rank_has_one_stage_batches_follow_each_other_at_once() -> None:
