@@ -110,7 +110,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("choices", zip_longest(*CHOICES))
+@pytest.mark.parametrize("choices", list(zip_longest(*CHOICES)))
 def test_every_file_composes(composed: Compose, choices: tuple[str | None, ...]) -> None:
     """One of each group together, as a file of one group says nothing about another group."""
     composed(*filter(None, choices))

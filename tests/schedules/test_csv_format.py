@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import OneFOneB, read_csv
-from tests.support.schedule_sweep import training_schedules
+from tests.support.schedule_sweep import SWEEPS, Sweep
 
 
-@pytest.mark.parametrize("name", schedules.names())
-def test_what_was_written_is_read(name: str, tmp_path: Path) -> None:
-    for schedule in list(training_schedules(name))[::5]:
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_what_was_written_is_read(sweep: Sweep, tmp_path: Path) -> None:
+    for schedule in list(sweep)[::5]:
         if schedule.micro_batches < schedule.pipes:
             continue  # A pipe that nothing takes is not in the file.
         schedule.to_csv(tmp_path / "x.csv")
         # A file has orders only: no options, and versions of the weights as they are newest.
-        again = replace(read_csv(tmp_path / "x.csv", name=name), versions=schedule.versions)
+        again = replace(read_csv(tmp_path / "x.csv", name=sweep.name), versions=schedule.versions)
         assert again == replace(schedule, options={})
 
 

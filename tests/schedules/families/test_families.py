@@ -11,14 +11,14 @@ from lightning_pipe import schedules
 from lightning_pipe.schedules import GPipe, Interleaved, Kind, LoopedBFS, Naive, OneFOneB
 from lightning_pipe.schedules.dependencies import held
 from lightning_pipe.simulate import simulate
-from tests.support.schedule_sweep import training_schedules
+from tests.support.schedule_sweep import SWEEPS, Sweep
 
 
-@pytest.mark.parametrize("name", schedules.names())
-def test_every_family_builds_for_all_small_sizes(name: str) -> None:
-    for schedule in training_schedules(name):
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_every_family_builds_for_all_small_sizes(sweep: Sweep) -> None:
+    for schedule in sweep:
         schedule.validate()
-        assert schedule.name == name
+        assert schedule.name == sweep.name
         assert not schedule.forward_only
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_pipe import schedules
 from lightning_pipe.schedules import Interleaved, Kind, OneFOneB, forward_only
-from tests.support.schedule_sweep import training_schedules
+from tests.support.schedule_sweep import SWEEPS, Sweep
 
 
-@pytest.mark.parametrize("name", schedules.names())
-def test_evaluation_runs_every_micro_batch_forward_on_the_same_placement(name: str) -> None:
-    for training in training_schedules(name):
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_evaluation_runs_every_micro_batch_forward_on_the_same_placement(sweep: Sweep) -> None:
+    for training in sweep:
         for micro_batches in (1, 4):
             evaluation = forward_only(training, micro_batches)
             assert evaluation.forward_only

@@ -14,7 +14,7 @@ from lightning_pipe.schedules.action import COMPUTE, blocks
 from lightning_pipe.schedules.family import schedule_of
 from tests.support.random_orders import random_order
 from tests.support.rendezvous_sends import RECEIVES, SENDS, assert_mirrored, run
-from tests.support.schedule_sweep import training_schedules
+from tests.support.schedule_sweep import SWEEPS, Sweep
 
 
 def pipes_of(schedule: Schedule) -> list[int]:
@@ -22,18 +22,18 @@ def pipes_of(schedule: Schedule) -> list[int]:
     return [each.pipe for order in schedule.actions for each in order if each.kind is Kind.FORWARD and not each.stage]
 
 
-@pytest.mark.parametrize("name", schedules.names())
-def test_both_ends_agree_on_the_order_of_messages_and_nothing_deadlocks(name: str) -> None:
-    for training in training_schedules(name):
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_both_ends_agree_on_the_order_of_messages_and_nothing_deadlocks(sweep: Sweep) -> None:
+    for training in sweep:
         for schedule in (training, forward_only(training, training.micro_batches)):
             lowered = lower(schedule)
             assert_mirrored(lowered)
             run(lowered, schedule.stages - 1)
 
 
-@pytest.mark.parametrize("name", schedules.names())
-def test_both_ends_agree_on_messages_that_skip_stages(name: str) -> None:
-    for training in training_schedules(name):
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_both_ends_agree_on_messages_that_skip_stages(sweep: Sweep) -> None:
+    for training in sweep:
         last = training.stages - 1
         skips = {(early, late) for early, late in ((0, last), (0, 2), (1, last)) if late - early > 1 and late <= last}
         for schedule in (training, forward_only(training, training.micro_batches)):
@@ -46,9 +46,9 @@ def test_both_ends_agree_on_messages_that_skip_stages(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", schedules.names())
-def test_one_message_per_boundary_and_one_reduction_per_stage_are_inserted(name: str) -> None:
-    for training in training_schedules(name):
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_one_message_per_boundary_and_one_reduction_per_stage_are_inserted(sweep: Sweep) -> None:
+    for training in sweep:
         for schedule in (training, forward_only(training, training.micro_batches)):
             lowered = lower(schedule)
             counts = Counter(action.kind for actions in lowered for action in actions)
@@ -67,9 +67,9 @@ def test_one_message_per_boundary_and_one_reduction_per_stage_are_inserted(name:
                 assert tuple(action for action in actions if action.kind not in inserted) == order
 
 
-@pytest.mark.parametrize("name", schedules.names())
-def test_every_action_finds_its_value_received_and_its_result_sent_at_once(name: str) -> None:
-    for schedule in training_schedules(name):
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_every_action_finds_its_value_received_and_its_result_sent_at_once(sweep: Sweep) -> None:
+    for schedule in sweep:
         for actions in lower(schedule):
             place = {action[:4]: index for index, action in enumerate(actions)}
             for index, (kind, stage, micro_batch, pipe, *_) in enumerate(actions):
@@ -88,9 +88,9 @@ def test_every_action_finds_its_value_received_and_its_result_sent_at_once(name:
                     assert actions[index - 1].kind in (*SENDS, computed[-1].kind)
 
 
-@pytest.mark.parametrize("name", schedules.names())
-def test_ranks_that_share_several_stages_reduce_them_in_the_same_order(name: str) -> None:
-    for schedule in filter(lambda schedule: schedule.synchronous, training_schedules(name)):
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_ranks_that_share_several_stages_reduce_them_in_the_same_order(sweep: Sweep) -> None:
+    for schedule in filter(lambda schedule: schedule.synchronous, sweep):
         orders: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)
         for actions in lower(schedule):
             backwards = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
@@ -112,9 +112,9 @@ def test_receive_buffers_do_not_grow_with_the_micro_batches(name: str) -> None:
         assert run(lower(forward_only(schedule, micro_batches)), 3) <= 2
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
-def test_linear_schedules_survive_sends_that_block_their_rank(name: str) -> None:
-    for schedule in training_schedules(name):
+@pytest.mark.parametrize("sweep", [Sweep(name) for name in ("naive", "gpipe", "1f1b")], ids=str)
+def test_linear_schedules_survive_sends_that_block_their_rank(sweep: Sweep) -> None:
+    for schedule in sweep:
         run(lower(schedule), schedule.stages - 1, blocking=True)
 
 

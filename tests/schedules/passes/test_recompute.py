@@ -7,18 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import GPipe, Kind, OneFOneB, ZeroBubble, forward_only, lower, with_recompute
 from lightning_pipe.simulate import Costs, simulate
 from tests.support.rendezvous_sends import assert_mirrored, run
-from tests.support.schedule_sweep import training_schedules
+from tests.support.schedule_sweep import SWEEPS, Sweep
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 @pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_every_schedule_can_recompute(name: str, mode: str) -> None:
-    for schedule in list(training_schedules(name))[::3]:
+def test_every_schedule_can_recompute(sweep: Sweep, mode: str) -> None:
+    for schedule in list(sweep)[::3]:
         again = with_recompute(schedule, mode)
         again.validate()
         lowered = lower(again)
