@@ -19,6 +19,7 @@ from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.layer_state import in_several_pipes
 from lightning_pipe.intercept.module_state import Tracked, name_of
 from lightning_pipe.intercept.recompute import is_recomputing
+from lightning_pipe.plain.step_hooks import HooksOfBatch, StepHooks
 
 Step = Callable[[Any], Any]
 """Takes a micro-batch, calls the model, and returns what the user wants of it; in training the loss."""
@@ -94,8 +95,9 @@ class SharedStep:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        state = pipeline.executor.stages.interceptor.state
-        self._tracked = Tracked(pipeline.module, [layer for _, layer in pipeline.layers], state)
+        interceptor = pipeline.executor.stages.interceptor
+        self._tracked = Tracked(pipeline.module, [layer for _, layer in pipeline.layers], interceptor.state)
+        self._hooks = StepHooks(pipeline.module, lambda: interceptor.in_module)
 
     def run(self, step: Step, call: Callable[[Callable[[int, Any], Any]], dict[int, Any]]) -> dict[int, Any]:
         """Run a step for all micro-batches, and share what the ranks with the last stage made of it.
@@ -111,9 +113,10 @@ class SharedStep:
             CutError: the step has changed what cannot be changed alike on all ranks.
         """
         pipeline, transport = self._pipeline, self._pipeline.transport
-        before = self._tracked.capture()
-        outputs = call(lambda _, micro_batch: self._run(step, micro_batch))
-        report: tuple[dict[int, Any], list[Change]] = {}, []
+        before, hooks = self._tracked.capture(), HooksOfBatch()
+        with self._hooks.installed():
+            outputs = call(lambda _, micro_batch: self._run(step, micro_batch, hooks))
+        report: tuple[dict[int, Any], list[Change], tuple[int, ...]] = {}, [], ()
         counts = pipeline.is_loss_rank and not pipeline.turns.needed and len(pipeline.pipeline_members) > 1
         changes, lost = self._tracked.take(before if counts else None)
         if pipeline.turns.needed:
@@ -128,24 +131,26 @@ class SharedStep:
             changed = [name_of(change) for change in changes if change.kind != "hide"]
             if changed and len(pipeline.loss_ranks) > 1:
                 raise in_several_pipes(changed[0])
-            report = outputs, changes
+            report = outputs, changes, hooks.left()
         results: dict[int, Any] = {}
         for rank in pipeline.loss_ranks:
             source = transport.topology.process(transport.replica, rank)
-            found, changes = transport.broadcast_object(report, source, pipeline.pipeline_members)
+            found, changes, left = transport.broadcast_object(report, source, pipeline.pipeline_members)
             results |= found
             if not pipeline.is_loss_rank:
                 self._tracked.apply(changes)
+                hooks.put_back(left)
         return results
 
-    def _run(self, step: Step, micro_batch: Any) -> Any:
-        """Run the step once; if it ends early, or again, the model's own attributes are as before."""
+    def _run(self, step: Step, micro_batch: Any, hooks: HooksOfBatch) -> Any:
+        """Run the step once; if it ends early, or again, the model's own attributes and hooks are as before."""
         again, complete, kept = is_recomputing(), False, self._tracked.capture()
-        try:
-            result = step(micro_batch)
-            self._pipeline.returning(result)
-            complete = self._pipeline.is_loss_rank and not again
-        finally:
-            if not complete:
-                kept.undo(for_now=again and not is_alone())
+        with self._hooks.noting(hooks, lambda: complete):
+            try:
+                result = step(micro_batch)
+                self._pipeline.returning(result)
+                complete = self._pipeline.is_loss_rank and not again
+            finally:
+                if not complete:
+                    kept.undo(for_now=again and not is_alone())
         return result

@@ -22,8 +22,8 @@ from lightning_pipe.intercept.layer_state import in_several_pipes
 from lightning_pipe.intercept.module_state import Tracked, name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.plain.step_hooks import HooksOfBatch, StepHooks
 from lightning_pipe.trainer.own_sources import untouched
-from lightning_pipe.trainer.step_hooks import HooksOfBatch, StepHooks
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, single_value
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World

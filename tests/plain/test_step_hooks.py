@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipe import PipeStrategy
+from lightning_pipe import Pipeline, PipeStrategy
 from lightning_pipe.errors import CutError
-from lightning_pipe.trainer.step_hooks import HooksOfBatch, StepHooks
+from lightning_pipe.plain.step_hooks import HooksOfBatch, StepHooks
 from tests.support import oracle
-from tests.support.processes import run_trainers
+from tests.support.processes import run_trainers, run_world
 from tests.support.trainer_runs import QUIET
 
 
@@ -149,3 +149,49 @@ def test_a_step_with_hooks_learns_what_one_device_does(schedule: str) -> None:
         assert found[0] == pytest.approx(metrics, rel=1e-5)
         for name, value in weights.items():
             torch.testing.assert_close(found[1][name], value)
+
+
+def in_a_plain_loop(process: int, divided: bool) -> tuple[list[float], list[float]]:
+    """Losses of training, with hooks that stay, and what evaluations see by hooks that go."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(4, 4, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(3)]
+    module = Looks()
+    pipeline = Pipeline(module, layers="layers", micro_batches=2, stages=2) if divided else None
+
+    def looked(batch: Any) -> Tensor:
+        handles = module.register()
+        loss = module.loss(batch).detach()
+        for handle in handles:
+            handle.remove()
+        return loss
+
+    module.eval()
+    seen = [looked(batch) for batch in batches] if pipeline is None else pipeline.evaluate(looked, batches)
+    module.train()
+    losses = []
+    for batch in batches:
+        loss = (
+            module.training_step(batch, 0)
+            if pipeline is None
+            else pipeline.train(lambda b: module.training_step(b, 0), batch)
+        )
+        if pipeline is None:
+            loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.05)
+                    parameter.grad = None
+    return [float(each) for each in seen], losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_of_steps_in_plain_loops(ranks: int) -> None:
+    """Stages of one process have each other's hooks, until those are removed."""
+    expected = in_a_plain_loop(0, False)
+    for found in (
+        run_world(in_a_plain_loop, ranks, timeout=60, divided=True) if ranks > 1 else [in_a_plain_loop(0, True)]
+    ):
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        assert found[1] == pytest.approx(expected[1], rel=1e-6)
