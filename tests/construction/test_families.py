@@ -183,5 +183,5 @@ def drawn_on_two_devices() -> tuple[list[float], list[float]]:
 
 @pytest.mark.rehearsed
 def test_the_first_of_two_devices_draws_its_own_numbers() -> None:
-    deferred, plain = rehearse(drawn_on_two_devices, devices=2)
+    deferred, plain = rehearse(drawn_on_two_devices)
     assert deferred == plain

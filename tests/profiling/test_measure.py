@@ -183,7 +183,7 @@ def test_what_cannot_be_begun_is_refused_in_a_sentence(capsys: pytest.CaptureFix
 
 @pytest.mark.rehearsed
 def test_work_of_a_device_is_measured_not_its_launches() -> None:
-    alone, together = rehearse(rehearsed.profiles, devices=2)
+    alone, together = rehearse(rehearsed.profiles)
     for found in (alone, together):
         costs = found.sizes[2]
         assert all(each + costs.stage_forward >= 0.9 * rehearsed.SECONDS for each in costs.forward)

@@ -121,7 +121,7 @@ def world(change: str) -> list[Outcome]:
 
 def test_what_changes_for_a_whole_batch_trains_as_on_one_device() -> None:
     changes = ["paths", "shape", "stop"]
-    for found in rehearse(processes.run_trainers, in_turn, 2, devices=2, changes=changes):
+    for found in rehearse(processes.run_trainers, in_turn, 2, changes=changes):
         for change, (weights, unsaid, batches) in zip(changes, found, strict=True):
             expected, _, expected_batches = trained(0, change, devices=1)
             assert batches == expected_batches == (LATE + 1 if change == "stop" else BATCHES)
@@ -134,7 +134,7 @@ def test_what_changes_for_a_whole_batch_trains_as_on_one_device() -> None:
 )
 def test_what_goes_wrong_in_a_quiet_batch_ends_all_ranks(change: str) -> None:
     """Long before the timeout of a message, with the reason on both."""
-    ended = rehearse(world, change, devices=2, timeout=120)
+    ended = rehearse(world, change, timeout=120)
     origin = {"path": FIRST_STAGE, "error": FIRST_STAGE, "gradient": 0}[change]
     words = "planted" if change == "error" else "micro-batch 2 takes another path"
     for outcome in ended:

@@ -32,7 +32,7 @@ NORM = "lightning_pipe/engine/whole_gradients.py gradient_norm: read a value"
 def steady(micro_batches: int = 4, **trainer: Any) -> list[Batch]:
     """The first process has the loss."""
     strategy = {"process_group_backend": "nccl", "schedule": "1f1b", "micro_batches": micro_batches}
-    return rehearse(steady_world, strategy, trainer, devices=2, timeout=100)
+    return rehearse(steady_world, strategy, trainer, timeout=100)
 
 
 def test_waits_and_messages_do_not_grow_with_micro_batches_or_logged_values() -> None:
@@ -85,7 +85,7 @@ def test_memory_does_not_grow_with_micro_batches() -> None:
 
 def crossings(micro_batches: int) -> list[int]:
     """The most bytes of the device while each process trains micro-batches of one sample."""
-    return rehearse(peaks, micro_batches, devices=2, timeout=100)
+    return rehearse(peaks, micro_batches, timeout=100)
 
 
 def peaks(micro_batches: int) -> list[int]:

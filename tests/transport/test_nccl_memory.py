@@ -70,7 +70,7 @@ def world(planted: str) -> list[list[str]]:
     ],
 )
 def test_planted_mistakes_are_found(planted: str, expected: list[list[str]]) -> None:
-    assert rehearse(world, planted, devices=2) == expected
+    assert rehearse(world, planted) == expected
 
 
 def trained(process: int, name: str, point: Point) -> tuple[list[str], int]:
@@ -89,6 +89,6 @@ def training(name: str, point: Point) -> list[tuple[list[str], int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "point"), REAL, ids=lambda value: str(value))
 def test_nothing_is_touched_out_of_order_while_training(name: str, point: Point) -> None:
-    for errors, launches in rehearse(training, name, point, devices=2):
+    for errors, launches in rehearse(training, name, point):
         assert errors == []
         assert launches > 100

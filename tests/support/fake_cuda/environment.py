@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from tests.support.fake_cuda import build
 
@@ -45,12 +44,15 @@ def install() -> None:
     gloo.install()
     nccl.install()
     if RECORD in os.environ:
-        atexit.register(_note, Path(os.environ[RECORD]), device.SEEN)
+        atexit.register(note_hazards)
 
 
-def _note(folder: Path, seen: Any) -> None:
-    if seen.hazards:
-        (folder / f"{os.getpid()}.json").write_text(json.dumps(seen.hazards))
+def note_hazards() -> None:
+    """Write down what was hazardous in this process, for who has started it."""
+    from tests.support.fake_cuda.device import SEEN
+
+    if SEEN.hazards:
+        (Path(os.environ[RECORD]) / f"{os.getpid()}.json").write_text(json.dumps(SEEN.hazards))
 
 
 def hazards(folder: Path) -> list[str]:

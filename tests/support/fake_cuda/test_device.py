@@ -83,7 +83,7 @@ def looked_at() -> dict[str, Any]:
 
 
 def test_it_does_what_cuda_does() -> None:
-    found = rehearse(looked_at, devices=2)
+    found = rehearse(looked_at)
     assert found.pop("devices") == (2, "cuda:0", True)
     assert "no GPU" in found.pop("name")
     mixed = found.pop("mixed")
