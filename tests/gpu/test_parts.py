@@ -19,6 +19,7 @@ from tests.gpu.rows import compared, is_open
 from tests.gpu.runner import PARTS, ROOT
 from tests.gpu.setting import Setting
 from tests.support.model_zoo import ZOO
+from tests.support.pairs import slow_but
 
 SMALL = Setting("cpu", 1, small=True)
 
@@ -27,7 +28,7 @@ def rows(name: str, setting: Setting = SMALL) -> list[Finding]:
     return list(importlib.import_module(f"tests.gpu.{name}").run(setting))
 
 
-@pytest.mark.parametrize("name", ["one_rank", "trainer"])
+@pytest.mark.parametrize("name", slow_but(["one_rank", "trainer"], "one_rank"))
 def test_parts_that_compare_find_equality(name: str) -> None:
     found = rows(name)
     assert len(found) >= 5
@@ -44,7 +45,13 @@ def test_processes_with_delays_equal_one_device() -> None:
     assert [row.value for row in found] == ["equal"]
 
 
-@pytest.mark.parametrize("name", ["largest_amoebanet", "largest_transformer", "throughput", "host_time", "peak_memory"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["largest_amoebanet", "largest_transformer", "throughput", "host_time", "peak_memory"],
+        *("largest_transformer", "throughput"),
+    ),
+)
 def test_parts_that_measure_find_rows(name: str) -> None:
     found = rows(name)
     assert found

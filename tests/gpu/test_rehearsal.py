@@ -11,9 +11,7 @@ from tests.benchmarks.measure import Finding
 from tests.gpu import rehearsal
 from tests.gpu.rehearsal import NOT_REHEARSABLE, rehearsed, table, verdict
 from tests.gpu.runner import PARTS, ROOT, chosen
-
-SMALL = ("named_devices", "nccl")
-"""Parts of which something runs in every test run."""
+from tests.support.pairs import slow_but
 
 
 def wrong(rows: list[Finding]) -> list[str]:
@@ -21,7 +19,7 @@ def wrong(rows: list[Finding]) -> list[str]:
 
 
 @pytest.mark.rehearsed
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", slow_but(["named_devices", "nccl"], "named_devices"))
 def test_a_small_part_is_rehearsed(name: str) -> None:
     (part,) = chosen([name])
     rows = rehearsed(part, small=True)
