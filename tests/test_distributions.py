@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_pipe
 from lightning_pipe.distributions import home, install, maker, of_maker
 from lightning_pipe.errors import ConfigurationError
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -104,7 +105,7 @@ def test_trains_as_on_one_device(name: str, strategy: str, tmp_path: Path) -> No
     torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("name", slow_but(["lightning", "pytorch_lightning"], "pytorch_lightning"))
 def test_neither_package_imports_the_other(name: str) -> None:
     script = ALONE.format(name=name, first=name == "lightning")
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)

@@ -10,8 +10,8 @@ from tests.faults.__main__ import line, printed
 from tests.faults.catalogue import Fault, catalogue
 from tests.faults.running import run
 
-FAST = ("raise@fit_end:1", "interrupt@middle:1")
-"""Real runs of several processes; tests of the launcher, of stopping and of meetings cover other kinds quickly."""
+FAST = ("interrupt@middle:1",)
+"""A real run of several processes; tests of the launcher, of stopping and of meetings cover other kinds quickly."""
 
 
 @pytest.mark.timeout(400)

@@ -14,7 +14,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_pipe.trainer import launcher
 from lightning_pipe.trainer.connect import RUN
-from lightning_pipe.trainer.launcher import CHILD, ScriptLauncher, end_all, observe
+from lightning_pipe.trainer.launcher import CHILD, ScriptLauncher, end_all, end_with_parent, observe
+from tests.support.processes import run_trainers
 
 SCRIPT = """
 import hydra, lightning as L, lightning_pipe
@@ -122,39 +123,29 @@ def test_another_process_that_fails_after_the_run_makes_this_one_fail(
     assert left == expected
 
 
-ORPHAN = """
-import time
-from lightning_pipe.trainer.launcher import end_with_parent
-end_with_parent()
-print("ready", flush=True)
-time.sleep(90)
-"""
-PARENT = f"""
-import os, pathlib, subprocess, sys
-environment = {{**os.environ, {CHILD!r}: str(os.getpid())}}
-child = subprocess.Popen([sys.executable, "-c", {ORPHAN!r}], env=environment, stdout=subprocess.PIPE)
-pathlib.Path(sys.argv[2]).write_text(str(child.pid))
-if sys.argv[1] == "late":
-    child.stdout.readline()
-os.kill(os.getpid(), 9)
-"""
+def left_behind(process: int, when: str) -> bytes:
+    """What a process says whose parent is killed, before it begins to end with it or afterwards."""
+    reading, writing = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        os.environ[CHILD] = str(os.getpid())
+        if os.fork() == 0:
+            os.write(writing, b"begins ")
+            while when == "early" and os.getppid() == int(os.environ[CHILD]):
+                time.sleep(0.01)
+            end_with_parent()
+            os.write(writing, b"lives ")
+        time.sleep(90)
+        os._exit(0)
+    os.close(writing)
+    said = os.read(reading, 7)
+    if when == "late":
+        said += os.read(reading, 6)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    return said + os.read(reading, 6)  # nothing comes once both have ended
 
 
-def alive(pid: int) -> bool:
-    """Whether it runs; one that nobody has waited for is dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.timeout(320)
-@pytest.mark.parametrize("when", ["early", "late"])
-def test_a_child_ends_with_its_parent_even_if_that_has_gone_before(tmp_path: Path, when: str) -> None:
-    # an early end: the child imports torch for seconds, and finds its parent gone
-    subprocess.run([sys.executable, "-c", PARENT, when, tmp_path / "pid"], env=clean_environment(), timeout=180)
-    pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 120
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(pid)
+@pytest.mark.parametrize(("when", "said"), [("early", b"begins "), ("late", b"begins lives ")])
+def test_a_child_ends_with_its_parent_even_if_that_has_gone_before(when: str, said: bytes) -> None:
+    assert run_trainers(left_behind, 1, timeout=60, when=when) == [said]
