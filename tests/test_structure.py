@@ -23,7 +23,7 @@ BUDGET = {
     "schedules": 3310,
     "planning": 2460,
     "transport": 2170,
-    "parameters": 2000,
+    "parameters": 1920,
     "construction": 1500,
     "partition": 1370,
     "simulate": 1190,

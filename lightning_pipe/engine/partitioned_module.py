@@ -15,8 +15,7 @@ from lightning_pipe.construction import materialize
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.gradient_groups import HeldParameter, uses_of_ranks
-from lightning_pipe.parameters.holder_map import named_tensors
-from lightning_pipe.parameters.ownership import Ownership
+from lightning_pipe.parameters.ownership import Ownership, named_tensors
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.passes.recompute import with_recompute
@@ -86,10 +85,9 @@ class PartitionedModule:
         self.loss_ranks = sample.loss_ranks
         self.stages_here = sample.stages_of(transport.rank)
         layer_ranks = [self.holders(stage) for stage, span in enumerate(self.stage_layers) for _ in span]
-        ranks = transport.topology.ranks
         known, names = None if before is None else before.ownership, tuple(map(transport.describe, transport.peers))
         self.ownership: Ownership = Ownership(
-            module, self.layers, layer_ranks, transport.rank, ranks, self.loss_ranks, names, known
+            module, self.layers, layer_ranks, transport.rank, self.loss_ranks, names, known
         )
 
     # ------------------------------------------------------------------ ranks and processes

@@ -1,23 +1,65 @@
-"""Who holds which parameter and buffer: an explicit map, never inferred from devices."""
+"""Who holds which parameter and buffer, by name: an explicit map, never inferred from devices.
+
+A module of three layers on two ranks, with code outside the layers (``self.scale``) and one weight used twice::
+
+                          rank 0                rank 1 (computes the loss)
+    layer of one stage    layers.0.weight       layers.1.weight, layers.2.bias
+    tied weight           layers.0.weight ===== layers.2.weight      both ranks; gradients are summed at the end
+    outside the layers    scale (?)             scale (?)            everyone until the first batch, then its users
+    nobody uses it        average (kept)        average              the loss ranks; the others keep their copies
+
+Schedules with several pipes, such as Chimera, compute a stage on two ranks: its layers have *copies*, one on each. Data
+parallelism adds *replicas*: the same rank of every pipeline holds the same names. The map counts ranks of one pipeline;
+`Topology.holders` turns these into the processes of all replicas, whose gradients are summed together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations
-from types import MethodType
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_pipe.construction import memory_key, tensors_of
+from lightning_pipe.construction import tensors_of
 from lightning_pipe.errors import CutError, PartitionError
-from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, hint_of_use, is_absent
+from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, hint_of_use, is_absent
 from lightning_pipe.local_parts import is_divided
-from lightning_pipe.parameters.holder_map import HolderMap, named_tensors, owned_by
-from lightning_pipe.parameters.releasing import drop_graphs, drop_weak_references, release
+from lightning_pipe.parameters.releasing import (
+    check_memory,
+    convert_absent,
+    drop_graphs,
+    drop_weak_references,
+    give_back,
+    named_tensors,
+    owned_by,
+    release,
+    share_memory,
+)
 
 __all__ = ["Ownership", "named_tensors"]
+
+
+@dataclass(eq=False)
+class _Held:
+    """One parameter or buffer, under all of its names.
+
+    Args:
+        name: the first of its names.
+        owners: the ranks that hold its true value, ascending.
+        in_layers: the ranks that compute the layers which have it.
+        outside: whether it is a parameter that a module outside the layers has.
+    """
+
+    name: str
+    owners: tuple[int, ...]
+    in_layers: Collection[int] = ()
+    outside: bool = False
+
+    @property
+    def in_layers_alone(self) -> bool:
+        """Whether it belongs to layers, and to no module outside."""
+        return bool(self.in_layers) and not self.outside
 
 
 class Ownership:
@@ -36,9 +78,8 @@ class Ownership:
         layers: the layer sequence with dotted names.
         layer_ranks: for each layer the ranks that compute it.
         rank: this rank.
-        ranks: number of ranks in the pipeline.
         loss_ranks: the ranks that compute the loss.
-        rank_names: how messages name the ranks.
+        rank_names: how messages name the ranks, all of them.
         before: of an earlier run, if the module is still divided as that run has left it.
 
     Attributes:
@@ -55,7 +96,6 @@ class Ownership:
         layers: Sequence[tuple[str, nn.Module]],
         layer_ranks: Sequence[tuple[int, ...]],
         rank: int,
-        ranks: int,
         loss_ranks: tuple[int, ...],
         rank_names: Sequence[str],
         before: Ownership | None = None,
@@ -67,16 +107,45 @@ class Ownership:
         self.used: set[str] = set() if before is None else before.used
         self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
-        self._names: dict[int, tuple[Tensor, str]] = {}
-        self._map = HolderMap(module, layers, layer_ranks, ranks, loss_ranks)
+        self._everyone, self._loss_ranks = tuple(range(len(rank_names))), loss_ranks
+        self._held: dict[str, _Held] = {}  # the same object for all names of a tensor
+        self._names: dict[int, tuple[Tensor, str]] = {}  # with the tensor, so that its ``id`` stays its own
+        self._fill()
         if before is not None:
-            self._map.inherit(before._map)
+            self._inherit(before)
+
+    def _fill(self) -> None:
+        """Find the holders of what the layers own; the rest is held everywhere for now."""
+        users: dict[int, set[int]] = {}
+        for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
+            for tensor in owned_by(layer):
+                users.setdefault(id(tensor), set()).update(ranks)
+        in_layers = {part for _, layer in self._layers for part in layer.modules()}
+        others = (part for part in self._module.modules() if part not in in_layers)
+        outside = {id(parameter) for part in others for parameter in part.parameters(recurse=False)}
+        for name, tensor in named_tensors(self._module):
+            ranks = tuple(sorted(users.get(id(tensor), ())))
+            # Code outside the layers may use the tensor on any rank, so the layers' ranks are only some of its users.
+            alone = ranks and id(tensor) not in outside
+            self._add(name, tensor, _Held(name, ranks if alone else self._everyone, ranks, id(tensor) in outside))
+
+    def _add(self, name: str, tensor: Tensor, new: _Held) -> None:
+        """Take up a name of a tensor; ``new`` if none of its names is known."""
+        first = self._names.setdefault(id(tensor), (tensor, name))[1]
+        self._held.setdefault(name, self._held.get(first, new))
+
+    def _inherit(self, before: Ownership) -> None:
+        """Take over what an earlier division of the same module has learnt about tensors outside the layers."""
+        for name, tensor in named_tensors(self._module):
+            known, held = before.known_name(tensor), self._held[name]
+            if known is not None and not held.in_layers_alone:
+                held.owners = before.owners(known)
 
     # ------------------------------------------------------------------ questions
 
     def owners(self, name: str) -> tuple[int, ...]:
         """The ranks that hold the true value of a named parameter or buffer, ascending."""
-        return self._map.owners(name)
+        return self._held[name].owners if name in self._held else self._loss_ranks
 
     def holds(self, name: str) -> bool:
         """Whether this rank is one of the holders."""
@@ -93,18 +162,17 @@ class Ownership:
 
     def sharing(self, tensor: Tensor) -> list[tuple[str | None, Tensor]]:
         """What has memory in common with a tensor; parameters and buffers with their names."""
-        span = _span(tensor)
-        found: list[tuple[str | None, Tensor]] = [
-            (name, owned) for name, owned in named_tensors(self._module) if _overlap(span, _span(owned))
+        owned: list[tuple[str | None, Tensor]] = [
+            (name, other) for name, other in named_tensors(self._module) if share_memory(tensor, other)
         ]
-        return found or [(None, other) for other in tensors_of(*self.elsewhere) if _overlap(span, _span(other))]
+        return owned or [(None, other) for other in tensors_of(*self.elsewhere) if share_memory(tensor, other)]
 
     def needed(self, name: str) -> bool:
         """Whether this rank computes with a parameter or buffer: in its layers, or outside as far as is known."""
-        if self._map.in_layers_alone(name):
-            return self.holds(name)
-        ran = any(used.endswith(".") and name.startswith(used) for used in self.used)
-        return ran or self._map.first_name(name) in self.used or self._map.in_layers_and_outside(name)
+        held = self._held.get(name)
+        if held is not None and held.in_layers:
+            return held.outside or self.holds(name)
+        return any(map(name.startswith, _modules(self.used))) or (held is not None and held.name in self.used)
 
     def counted(self, name: str) -> bool:
         """Whether this rank is the one that counts the parameter in sums over the model: the first holder."""
@@ -112,7 +180,7 @@ class Ownership:
 
     def in_layers_alone(self, name: str) -> bool:
         """Whether a parameter belongs to layers, and to no module outside."""
-        return self._map.in_layers_alone(name)
+        return name in self._held and self._held[name].in_layers_alone
 
     # ------------------------------------------------------------------ what the tracker asks
 
@@ -123,9 +191,12 @@ class Ownership:
             CutError: another rank holds it.
         """
         if self.stand_ins is not None:
-            known = self.stand_ins.get(id(parameter))
-            parameter = self._never_changes(parameter) if known is None else known
-        name = self._map.name_of(parameter)
+            original = self.stand_ins.get(id(parameter))
+            own = self.known_name(parameter) if original is None else None
+            if own is not None and parameter.requires_grad and self.holds(own):
+                raise self.unnoticed(parameter)
+            parameter = parameter if original is None else original
+        name = self.known_name(parameter)
         if name is None and isinstance(parameter, AbsentTensor):
             raise CutError(
                 f"a tensor {tuple(parameter.shape)} {parameter.dtype} is used on rank {self.rank} that was computed "
@@ -140,10 +211,10 @@ class Ownership:
         if not self.holds(name):
             raise CutError(
                 f"'{name}' is used on {self.rank_names[self.rank]}, but held by {self.holders_in_words(name)}"
-                + ("." if self._map.in_layers_alone(name) else " (in the first training batch nobody else used it)."),
+                + ("." if self.in_layers_alone(name) else " (in the first training batch nobody else used it)."),
                 hint=hint_of_use(by),
             )
-        if not self._map.in_layers_alone(name):
+        if not self.in_layers_alone(name):
             self.used.add(name)
 
     def check_data(self) -> None:
@@ -166,22 +237,22 @@ class Ownership:
 
     def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this rank holds some parameters, as far as the module owns them."""
-        return all(name is None or self.holds(name) for name in map(self._map.name_of, parameters))
+        return all(name is None or self.holds(name) for name in map(self.known_name, parameters))
 
     def ranks_with(self, tensors: Iterable[Tensor]) -> tuple[int, ...] | None:
         """The ranks that hold all of some parameters and buffers; ``None`` if the module owns none of them."""
-        owners = [set(self.owners(name)) for name in map(self._map.name_of, tensors) if name is not None]
+        owners = [set(self.owners(name)) for name in map(self.known_name, tensors) if name is not None]
         return tuple(sorted(set.intersection(*owners))) if owners else None
 
     def known_name(self, tensor: Tensor) -> str | None:
-        """The name of a tensor that is or was a parameter or buffer of the module, or has stood for one."""
-        return self._map.name_of(tensor)
+        """The first name of a tensor that is or was a parameter or buffer of the module, or has stood for one."""
+        return self._names.get(id(tensor), (tensor, None))[1]
 
-    def also(self, tensor: nn.Parameter, parameter: nn.Parameter) -> None:
-        """A tensor stands for a parameter of the module, too: where several processes divide it."""
+    def also(self, tensor: Tensor, parameter: Tensor) -> None:
+        """A tensor stands for a parameter of the module, too: a part of it, or the whole that is gathered of parts."""
         name = self.name_of(parameter)
         if name is not None:
-            self._map.also(tensor, name)
+            self._names[id(tensor)] = tensor, name
 
     def holders_in_words(self, name: str) -> str:
         """How messages name the ranks that hold a parameter."""
@@ -190,55 +261,21 @@ class Ownership:
     def unnoticed(self, parameter: nn.Parameter) -> CutError:
         """The error for a parameter that is used while another one should stand in for it."""
         return CutError(
-            f"'{self._map.name_of(parameter)}' is used through a reference that is no attribute of a module, such as "
+            f"'{self.known_name(parameter)}' is used through a reference that is no attribute of a module, such as "
             "a list or a closure; an asynchronous schedule cannot give it the version of the weights that is due.",
             hint="Use it as an attribute of its module, or in an nn.ParameterList or nn.ParameterDict.",
         )
-
-    def _never_changes(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter without a stand-in: it must be one that this rank does not train."""
-        name = self._map.name_of(parameter)
-        if name is not None and parameter.requires_grad and self.holds(name):
-            raise self.unnoticed(parameter)
-        return parameter
 
     def run(self, module: str) -> None:
         """Note that this rank runs an outside module, and so decides about its buffers."""
         self.used.add(f"{module}.")
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The dotted name of a parameter or buffer of the module."""
-        known = self._names.get(id(tensor))
-        if known is None or known[0] is not tensor:
-            name = next((name for name, owned in named_tensors(self._module) if owned is tensor), None)
-            if name is None:
-                return None
-            known = self._names[id(tensor)] = tensor, name
-        return known[1]
+        """The first name of a parameter or buffer of the module."""
+        name = self.known_name(tensor)
+        return name or next((name for name, owned in named_tensors(self._module) if owned is tensor), None)
 
     # ------------------------------------------------------------------ placeholders
-
-    def check_memory(self) -> None:
-        """Refuse a parameter of which another tensor of the module has some of the memory: a change of one is lost.
-
-        Raises:
-            PartitionError: names both.
-        """
-        found: dict[Any, dict[int, tuple[str, Tensor]]] = {}
-        for name, tensor in (*named_tensors(self._module), *_attributes(self._module)):
-            found.setdefault(_span(tensor)[0], {}).setdefault(id(tensor), (name, tensor))
-        found.pop(0, None)
-        for (one, first), (other, second) in chain.from_iterable(
-            combinations(each.values(), 2) for each in found.values()
-        ):
-            trained = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
-            if trained and _overlap(_span(first), _span(second)):
-                raise PartitionError(
-                    f"'{one}' and '{other}' are different tensors with memory in common. Ranks, and processes that "
-                    "divide parameters, have memory of their own: a change of one would not be one of the other.",
-                    hint="Tie parameters as one object (self.head.weight = self.embed.weight), take a view where it is "
-                    "used, in a forward, and keep a copy of what is not to change: .detach().clone().",
-                )
 
     def release_layers(self) -> None:
         """Free the parameters and buffers of foreign layers in place: objects and names stay, as `AbsentTensor`.
@@ -249,7 +286,7 @@ class Ownership:
             PartitionError: it has freed what this rank is to compute with, or parameters are views of each other.
         """
         if len(self.rank_names) > 1:
-            self.check_memory()
+            check_memory(self._module)
         # Before anything is freed: the first may raise, the others let go of what cannot be swapped.
         self._take_over()
         drop_weak_references(self._module)
@@ -258,19 +295,16 @@ class Ownership:
             if self.rank in ranks:
                 continue
             for tensor in owned_by(layer):
-                name = self._map.name_of(tensor)
+                name = self.known_name(tensor)
                 if name is not None and not self.holds(name) and not isinstance(tensor, AbsentTensor):
                     self._release(name, tensor)
-            for part in layer.modules():
-                # ``module.to`` and its kin must change what absent tensors look like; what layers here share is none.
-                if any(isinstance(tensor, AbsentTensor) for tensor in _own(part)):
-                    part.__dict__["_apply"] = MethodType(_apply, part)
+            convert_absent(layer)
 
     def _take_over(self) -> None:
         """Let tensors that are absent already refer to this division."""
         for name, tensor in named_tensors(self._module):
             if isinstance(tensor, AbsentTensor):
-                if self._map.in_layers_alone(name) and self.holds(name):
+                if self.in_layers_alone(name) and self.holds(name):
                     raise PartitionError(
                         f"{self.rank_names[self.rank].capitalize()} is to compute with '{name}', and has no value of "
                         "it: an earlier run has divided the module in another way.",
@@ -281,7 +315,7 @@ class Ownership:
     def _release(self, name: str, tensor: Tensor) -> None:
         absent = AbsentTensor.like(tensor, Origin((name,), self))
         if is_divided(tensor):  # otherwise the object stays, and the other one has the values that are freed
-            self._map.also(absent, name)
+            self.also(absent, tensor)
         release(self._module, tensor, absent)
 
     def learn_users(self, used_by_rank: Sequence[Iterable[str]]) -> None:
@@ -296,10 +330,21 @@ class Ownership:
         """
         drop_weak_references(self._module)
         drop_graphs(self._module)
-        used = self._map.learn_users(used_by_rank)
-        for name, parameter in self._map.outside():
-            if name in used and not self.holds(name) and not isinstance(parameter, AbsentTensor):
-                self._release(name, parameter)
+        users: dict[str, list[int]] = {}
+        for rank, names in enumerate(used_by_rank):
+            for name in names:
+                users.setdefault(name, []).append(rank)
+        for name, tensor in [*named_tensors(self._module)]:
+            held = self._held.get(name)
+            if held is None or held.name != name or held.in_layers_alone:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                known = sorted({*users.get(name, ()), *held.in_layers})
+            else:  # a buffer is not "used" as a parameter is: it belongs to the ranks that run its module
+                known = next((users[module] for module in _modules(users) if name.startswith(module)), [])
+            held.owners = tuple(known) or self._loss_ranks
+            if known and isinstance(tensor, nn.Parameter) and not self.holds(name) and not is_absent(tensor):
+                self._release(name, tensor)
         self.users_known = True
 
     def agree_on_lost(self, gather: Callable[[Any], list[Any]]) -> list[str]:
@@ -311,14 +356,16 @@ class Ownership:
         Returns:
             Names of what no rank has.
         """
-        self._map.add_new()
         tensors = dict(named_tensors(self._module))
+        for name, tensor in tensors.items():  # hooks may have added modules
+            self._add(name, tensor, _Held(name, self._loss_ranks))
         absent = {name for name, tensor in tensors.items() if is_absent(tensor)}
         lost = sorted(set().union(*gather(sorted(name for name in absent if self.holds(name)))))
         # ``lost`` is the same on all ranks, so that all of them gather or none does
         having = gather([name for name in lost if name not in absent]) if lost else []
-        ranks = {name: tuple(rank for rank, names in enumerate(having) if name in names) for name in lost}
-        self._map.correct({name: found for name, found in ranks.items() if found})
+        for name in lost:
+            ranks = tuple(rank for rank, names in enumerate(having) if name in names)
+            self._held[name].owners = ranks or self.owners(name)
         return [name for name in lost if not any(name in names for names in having)]
 
     def restore(self, fetch: Callable[[str, tuple[int, ...], Tensor], Tensor], without: Container[str] = ()) -> None:
@@ -332,53 +379,19 @@ class Ownership:
         drop_weak_references(self._module)
         for name, tensor in list(named_tensors(self._module)):
             # ``fetch`` is collective: nothing here may be decided by what this rank holds.
-            if not self._map.has(name) or self._map.held_everywhere(name) or name in without:
+            held = self._held.get(name)
+            if held is None or held.name != name or held.owners == self._everyone or name in without:
                 continue
-            value = fetch(name, self.owners(name), tensor)
+            value = fetch(name, held.owners, tensor)
             if not self.holds(name):
-                _replace(tensor, value)
+                give_back(tensor, value)
         for _, layer in self._layers:
             for part in layer.modules():
                 part.__dict__.pop("_apply", None)
-        self._map.give_to_all()
+        for held in self._held.values():
+            held.owners = self._everyone
 
 
-def _replace(tensor: Tensor, value: Tensor) -> None:
-    """Let the same object hold another value, device and memory; attributes and ``requires_grad`` stay."""
-    # detached: what carried the value here may still refer to it, and such tensors cannot be swapped (torch 2.13)
-    exchange(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach())
-
-
-def _span(tensor: Tensor) -> tuple[Any, int, int]:
-    """The memory that a tensor has a part in, and from where to where its part may reach."""
-    if tensor.layout is not torch.strided or is_absent(tensor) or not tensor.numel():
-        return 0, 0, 0
-    size, start = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
-    reach: int = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return memory_key(tensor), start, start + (reach + 1) * size
-
-
-def _overlap(one: tuple[Any, int, int], other: tuple[Any, int, int]) -> bool:
-    return one[0] == other[0] != 0 and one[1] < other[2] and other[1] < one[2]
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are neither parameters nor buffers; ``torch.nn.utils`` makes those with an original when used."""
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor) and f"{name}_orig" not in part._parameters:
-                yield f"{path}.{name}".lstrip("."), value
-
-
-def _own(part: nn.Module) -> tuple[Tensor, ...]:
-    return (*part.parameters(recurse=False), *part.buffers(recurse=False))
-
-
-@torch.no_grad()
-def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    for tensor in _own(self):
-        if isinstance(tensor, AbsentTensor):
-            tensor.data = fn(tensor.data)
-    for child in self.children() if recurse else ():
-        child._apply(fn)  # type: ignore[no-untyped-call]
-    return self
+def _modules(used: Iterable[str]) -> list[str]:
+    """The modules among what a rank has used, with a dot behind them."""
+    return [name for name in used if name.endswith(".")]

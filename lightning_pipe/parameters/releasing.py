@@ -1,14 +1,75 @@
-"""Frees parameters in place, and lets go of what refers to them."""
+"""Frees parameters in place and gives them back, and lets go of what refers to them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import chain, combinations
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_pipe.construction import Deferred
-from lightning_pipe.intercept.absent_tensor import AbsentTensor, exchange
+from lightning_pipe.construction import Deferred, memory_key
+from lightning_pipe.errors import PartitionError
+from lightning_pipe.intercept.absent_tensor import AbsentTensor, exchange, is_absent
 from lightning_pipe.local_parts import is_divided
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def owned_by(layer: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a layer."""
+    yield from layer.parameters()
+    yield from layer.buffers()
+
+
+def check_memory(module: nn.Module) -> None:
+    """Refuse a parameter of which another tensor of the module has some of the memory: a change of one is lost.
+
+    Raises:
+        PartitionError: names both.
+    """
+    found: dict[Any, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in (*named_tensors(module), *_attributes(module)):
+        found.setdefault(_span(tensor)[0], {}).setdefault(id(tensor), (name, tensor))
+    found.pop(0, None)
+    for (one, first), (other, second) in chain.from_iterable(combinations(each.values(), 2) for each in found.values()):
+        trained = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
+        if trained and share_memory(first, second):
+            raise PartitionError(
+                f"'{one}' and '{other}' are different tensors with memory in common. Ranks, and processes that "
+                "divide parameters, have memory of their own: a change of one would not be one of the other.",
+                hint="Tie parameters as one object (self.head.weight = self.embed.weight), take a view where it is "
+                "used, in a forward, and keep a copy of what is not to change: .detach().clone().",
+            )
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may have memory in common."""
+    (memory, start, end), (same, begin, stop) = _span(one), _span(other)
+    return memory == same != 0 and start < stop and begin < end
+
+
+def _span(tensor: Tensor) -> tuple[Any, int, int]:
+    """The memory that a tensor has a part in, and from where to where its part may reach."""
+    if tensor.layout is not torch.strided or is_absent(tensor) or not tensor.numel():
+        return 0, 0, 0
+    size, start = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
+    reach: int = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return memory_key(tensor), start, start + (reach + 1) * size
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are neither parameters nor buffers; ``torch.nn.utils`` makes those with an original when used."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and f"{name}_orig" not in part._parameters:
+                yield f"{path}.{name}".lstrip("."), value
 
 
 def release(module: nn.Module, tensor: Tensor, absent: AbsentTensor) -> None:
@@ -53,3 +114,30 @@ def drop_graphs(module: nn.Module) -> None:
         for name, value in vars(part).items():
             if type(value) in (Tensor, Deferred) and value.grad_fn is not None:
                 vars(part)[name] = value.detach()
+
+
+def give_back(tensor: Tensor, value: Tensor) -> None:
+    """Let the same object hold another value, device and memory; attributes and ``requires_grad`` stay."""
+    # detached: what carried the value here may still refer to it, and such tensors cannot be swapped (torch 2.13)
+    exchange(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach())
+
+
+def convert_absent(layer: nn.Module) -> None:
+    """Let ``module.to`` and its kin change what absent tensors of a layer look like; what layers here share is none."""
+    for part in layer.modules():
+        if any(isinstance(tensor, AbsentTensor) for tensor in _own(part)):
+            part.__dict__["_apply"] = MethodType(_apply, part)
+
+
+@torch.no_grad()
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    for tensor in _own(self):
+        if isinstance(tensor, AbsentTensor):
+            tensor.data = fn(tensor.data)
+    for child in self.children() if recurse else ():
+        child._apply(fn)  # type: ignore[no-untyped-call]
+    return self
+
+
+def _own(part: nn.Module) -> tuple[Tensor, ...]:
+    return (*part.parameters(recurse=False), *part.buffers(recurse=False))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.interceptor import outside_modules
-from lightning_pipe.parameters.holder_map import owned_by
+from lightning_pipe.parameters.releasing import owned_by
 
 
 class Root(NamedTuple):

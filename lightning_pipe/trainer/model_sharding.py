@@ -22,6 +22,7 @@ from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, TENSOR, is_divided
+from lightning_pipe.parameters.releasing import check_memory
 from lightning_pipe.patches import replaced
 from lightning_pipe.sharding import tensor_parallel
 from lightning_pipe.sharding.fully_sharded import FullySharded, shard
@@ -112,7 +113,7 @@ class ModelSharding:
                 f"{WHAT} are divided before the first batch, which is to show the layers of {type(module).__name__}.",
                 hint="Name the list that has them: PipeStrategy(layers='layers').",
             )
-        pipeline.ownership.check_memory()
+        check_memory(module)
         names = dict(module.named_parameters(remove_duplicate=False))
         self._undo = pipeline.synchronize(None if own else self._division(module, pipeline.layers))
         if own and self.tensor_parallel_size > 1:

@@ -16,7 +16,7 @@ def versions() -> tuple[WeightVersions, nn.Linear]:
     linear = nn.Linear(1, 1, bias=False)
     nn.init.ones_(linear.weight)
     module = nn.Sequential(linear, nn.Tanh())
-    return WeightVersions(module, Ownership(module, find_layers(module), [(0,), (0,)], 0, 1, (0,), ["rank 0"])), linear
+    return WeightVersions(module, Ownership(module, find_layers(module), [(0,), (0,)], 0, (0,), ["rank 0"])), linear
 
 
 def test_a_batch_computes_with_the_version_that_it_began_with() -> None:

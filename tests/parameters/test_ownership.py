@@ -26,7 +26,7 @@ class Net(nn.Module):
 def divided(rank: int, net: Net | None = None, layer_ranks: tuple[int, int] = (0, 1)) -> tuple[Ownership, Net]:
     net = net or Net()
     ranks = [(rank,) for rank in layer_ranks]
-    return Ownership(net, find_layers(net, "layers"), ranks, rank, 2, (1,), NAMES), net
+    return Ownership(net, find_layers(net, "layers"), ranks, rank, (1,), NAMES), net
 
 
 def learned(rank: int) -> tuple[Ownership, Net]:
@@ -34,6 +34,66 @@ def learned(rank: int) -> tuple[Ownership, Net]:
     ownership.release_layers()
     ownership.learn_users([{"embed.weight", "embed.bias", "embed."}, {"head.weight", "head.bias", "head."}])
     return ownership, net
+
+
+class Tied(nn.Module):
+    """Three layers, of which the first and the last share a weight; a scale, a norm and a table outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=number == 1) for number in range(3))
+        self.layers[2].weight = self.layers[0].weight
+        self.scale, self.unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.norm = nn.BatchNorm1d(2)
+        self.also = nn.Module()
+        self.also.weight = self.layers[1].weight
+
+
+def mapped(module: nn.Module) -> Ownership:
+    layers = [(f"layers.{number}", module.get_submodule(f"layers.{number}")) for number in range(3)]
+    return Ownership(module, layers, [(0,), (1,), (2,)], 0, (2,), ["rank 0", "rank 1", "rank 2"])
+
+
+def test_layers_belong_to_the_ranks_of_their_stages() -> None:
+    ownership = mapped(Tied())
+    assert ownership.owners("layers.1.bias") == (1,)
+    assert ownership.owners("layers.0.weight") == ownership.owners("layers.2.weight") == (0, 2)
+    assert ownership.in_layers_alone("layers.2.weight")
+
+
+def test_what_lies_outside_belongs_to_everyone_until_its_users_are_known() -> None:
+    ownership = mapped(Tied())
+    outside = ("scale", "unused", "norm.weight", "norm.running_mean")
+    assert {ownership.owners(name) for name in outside} == {(0, 1, 2)}
+    ownership.learn_users([{"scale"}, {"scale", "norm."}, set()])
+    assert [ownership.owners(name) for name in outside] == [(0, 1), (2,), (2,), (1,)]
+
+
+def test_a_parameter_of_a_layer_and_a_module_outside_belongs_to_both() -> None:
+    module = Tied()
+    ownership = mapped(module)
+    name = ownership.name_of(module.layers[1].weight)
+    assert name is not None
+    assert ownership.needed(name)
+    assert not ownership.in_layers_alone(name)
+    assert ownership.owners(name) == (0, 1, 2)
+    ownership.learn_users([{name}, set(), set()])
+    assert ownership.owners("also.weight") == ownership.owners("layers.1.weight") == (0, 1)
+
+
+def test_new_tensors_belong_to_the_ranks_with_the_loss_or_to_those_that_have_them() -> None:
+    module = Tied()
+    ownership = mapped(module)
+    module.average = nn.Linear(2, 2, bias=False)
+    assert ownership.agree_on_lost(lambda mine: [mine] * 3) == []
+    assert ownership.owners("average.weight") == (2,)
+    having = iter([[[], [], ["average.weight"]], [["average.weight"], ["average.weight"], []]])
+    assert ownership.agree_on_lost(lambda _: next(having)) == []
+    assert ownership.owners("average.weight") == (0, 1)
+    having = iter([[[], ["average.weight"], []], [[], [], []]])
+    assert ownership.agree_on_lost(lambda _: next(having)) == ["average.weight"]
+    ownership.restore(lambda name, owners, tensor: tensor.detach())
+    assert ownership.owners("average.weight") == ownership.owners("layers.1.bias") == (0, 1, 2)
 
 
 def test_layers_belong_to_their_ranks_and_the_rest_to_all_at_first() -> None:

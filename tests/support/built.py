@@ -35,7 +35,7 @@ def divided(module: nn.Module, rank: int, ranks: int, layers: Layers = None, see
     counts = divide(module, found, ranks)
     of_layers = [(stage,) for stage, count in enumerate(counts) for _ in range(count)]
     names = [f"rank {each}" for each in range(ranks)]
-    ownership = Ownership(module, found, of_layers, rank, ranks, (ranks - 1,), names)
+    ownership = Ownership(module, found, of_layers, rank, (ranks - 1,), names)
     ownership.release_layers()
     materialize(module)
     return ownership
