@@ -38,6 +38,7 @@ from tests.support.asynchronous_engine import (
     two_versions,
     vertical,
 )
+from tests.support.pairs import slow_but
 from tests.support.processes import run_pipeline
 from tests.support.threads import ThreadTransport
 
@@ -52,8 +53,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def with_drains(ranks: int, optimizer: Any, drains: tuple[int, ...]) -> Any:
-    """On three ranks both optimizers with all drains, on any other number each optimizer once."""
-    fast = ranks == 3 or drains == {sgd: DRAINS[1], adam: DRAINS[0]}[optimizer]
+    """Each optimizer on every number of ranks once, and on three ranks with all drains."""
+    fast = drains == {sgd: DRAINS[1], adam: DRAINS[0]}[optimizer] or (ranks, optimizer) == (3, sgd)
     return pytest.param(ranks, optimizer, drains, marks=() if fast else pytest.mark.slow)
 
 
@@ -230,7 +231,7 @@ def test_frozen_layers() -> None:
     assert_same(pipelined(model, batches(), 3, PipeDream()), closed_form(model, batches(), 3, pipedream(3)))
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last"])
+@pytest.mark.parametrize("mode", slow_but(["always", "except_last"], "always"))
 def test_recomputation(mode: str) -> None:
     model, data = Net(), batches()
     found = pipelined(model, data, 3, PipeDream(), drains=(7,), recompute=mode)
@@ -248,7 +249,7 @@ def test_agreed_messages_take_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(sent) == 2 * 3 + 2
 
 
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("local", slow_but([True, False], True))
 def test_processes(local: bool) -> None:
     plain, dropped, again = zip(
         *run_pipeline(_process, Topology.for_schedule(2, loss_rank=1), local=local), strict=True

@@ -16,7 +16,7 @@ from lightning_pipe import schedules
 from lightning_pipe.schedules import Chimera
 from tests.support.equality_sweep import Point, check, grid
 from tests.support.model_zoo import MAIN, SMALL, ZOO, Entry
-from tests.support.pairs import every_second, pairs
+from tests.support.pairs import every_second, pairs, slow_but
 from tests.support.zoo.base import BATCH
 
 NAMED = [
@@ -104,10 +104,10 @@ def test_accumulation_over_batches(name: str, replicas: int) -> None:
     check(ZOO[name], Point("1f1b", stages=2, micro_batches=3, replicas=replicas, accumulate=2, steps=2))
 
 
-@pytest.mark.parametrize("name", ["mlp", "residual", "bert", "t5", "sequence_lengths", "structures"])
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpipe", "interleaved"))]
+    "name", slow_but(["mlp", "residual", "bert", "t5", "sequence_lengths", "structures"], "mlp", "bert", "structures")
 )
+@pytest.mark.parametrize("schedule", slow_but(["1f1b", "gpipe", "interleaved"], "1f1b"))
 def test_evaluation_between_training_steps_changes_nothing(name: str, schedule: str) -> None:
     point = Point(schedule, stages=4, micro_batches=3, evaluate=True)
     check(ZOO[name], point)

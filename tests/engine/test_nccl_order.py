@@ -36,6 +36,7 @@ from tests.support.nccl.events import Event, Issued
 from tests.support.nccl.explore import explore
 from tests.support.nccl.programs import ALL_RULES, Rules, programs
 from tests.support.nccl.recording import RecordingTransport, record, recorded_into
+from tests.support.pairs import slow_but
 from tests.support.zoo.base import Regression, blocks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -111,12 +112,19 @@ def check(recorded: Recorded, resident: Sequence[int] = ()) -> None:
 
 
 def each(family: Family, *more: Any) -> Any:
-    """Schedules of every kind are fast in all of these tests, and every schedule in the first one."""
-    fast = family.label in ("1f1b", "interleaved", "chimera")
+    """Two schedules are fast in all of these tests, and one of every kind in the first one."""
+    fast = family.label in ("1f1b", "interleaved")
     return pytest.param(family, *more, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("family", families(synchronous=True), ids=lambda family: family.label)
+@pytest.mark.parametrize(
+    "family",
+    slow_but(
+        families(synchronous=True),
+        *map(schedules.get, ("gpipe", "1f1b", "interleaved", "chimera", "zero_bubble", "dualpipev")),
+    ),
+    ids=lambda family: family.label,
+)
 def test_every_schedule_ends(family: Family) -> None:
     stages = family.build(2, 4).stages
     recorded = trained(NET, Point(family, stages, 3, ranks=2, steps=2))
@@ -134,7 +142,10 @@ def test_reductions_that_begin_between_messages_end(family: Family) -> None:
 
 @pytest.mark.parametrize(
     ("family", "sharded"),
-    [*(each(family, "gradients") for family in EXPLORABLE), (schedules.get("chimera"), True)],
+    [
+        *(each(family, "gradients") for family in EXPLORABLE),
+        pytest.param(schedules.get("chimera"), True, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_divided_updates_end(family: Family, sharded: Sharding) -> None:
@@ -148,7 +159,7 @@ def test_divided_updates_end(family: Family, sharded: Sharding) -> None:
 
 
 @pytest.mark.parametrize("family", families(synchronous=False), ids=lambda family: family.label)
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", slow_but([1, 2], 1))
 def test_batches_in_flight_end(family: Family, replicas: int) -> None:
     net, data = asynchronous_engine.Net(), asynchronous_engine.batches(5)
     topology = topology_of(family, 3, 3, replicas)
@@ -191,11 +202,15 @@ def test_hosts_that_run_ahead_of_each_other_end(family: Family, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("model", "point"),
     [
-        ("residual", Point("1f1b", 3, 3, replicas=2)),
+        *slow_but(
+            [
+                ("residual", Point("1f1b", 3, 3, replicas=2)),
+                ("skips", Point("chimera", 4, 4)),
+                ("scale_in_two_stages", Point("1f1b", 4, 3, accumulate=2, replicas=2)),
+            ]
+        ),
         ("skips", Point("1f1b", 4, 4)),
-        pytest.param("skips", Point("chimera", 4, 4), marks=pytest.mark.slow),
         ("tied_to_layers", Point("zero_bubble", 4, 3, accumulate=2)),
-        ("scale_in_two_stages", Point("1f1b", 4, 3, accumulate=2, replicas=2)),
         ("statistics", Point("gpipe", 2, 3, evaluate=True)),
         ("odd_batches", Point("1f1b", 3, 3, evaluate=True, steps=4, recompute="always")),
     ],
@@ -208,7 +223,7 @@ def test_models_of_the_zoo_end(model: str, point: Point) -> None:
 STREAMING = [schedules.get(name) for name in ("1f1b", "interleaved", "dualpipev", "chimera")]
 
 
-@pytest.mark.parametrize("family", STREAMING, ids=lambda family: family.label)
+@pytest.mark.parametrize("family", slow_but(STREAMING, STREAMING[1]), ids=lambda family: family.label)
 def test_streamed_evaluations_end(family: Family) -> None:
     data = asynchronous_engine.batches(6, rows=(8, 8, 6))
 

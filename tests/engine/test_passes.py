@@ -17,6 +17,7 @@ from lightning_pipe.errors import CutError, PartitionError, PipeError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.topology import Topology
 from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
+from tests.support.pairs import slow_but
 from tests.support.small_net import RUNS, WIDTH, Block, Net, batch, batches
 from tests.support.threads import thread_world
 
@@ -79,7 +80,9 @@ class Contrasts(Net):
         return F.cross_entropy(scores, torch.arange(len(x))) + 0.0 * self.head(one).sum()
 
 
-@pytest.fixture(params=[*RUNS, {"ranks": 4}], ids=lambda run: "-".join(map(str, run.values())))
+@pytest.fixture(
+    params=slow_but([*RUNS, {"ranks": 4}], RUNS[0], RUNS[2]), ids=lambda run: "-".join(map(str, run.values()))
+)
 def run(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"layers": "layers", **request.param}
 

@@ -24,7 +24,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
-from tests.support.pairs import every_second, pairs, slow_but
+from tests.support.pairs import pairs, slow_but
 from tests.support.processes import run_trainers
 from tests.support.token_losses import (
     MESSAGE,
@@ -121,7 +121,7 @@ def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> 
     pairs(
         [Chosen, Routed, LayerDrop, SeldomDrop, TimeFirst],
         [{}, {"stages": 1}, {"micro_batches": 6}, {"micro_batches": 2}],
-        every_second,
+        lambda loss, options: options == loss % 4,
     ),
 )
 def test_no_false_alarms(loss: type[Tokens], options: dict[str, Any]) -> None:
@@ -347,7 +347,7 @@ def test_the_look_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(fit(Gathers(), Batches().batches, layers="layers")) == 1
 
 
-@pytest.mark.parametrize("part", ["head", "layer"])
+@pytest.mark.parametrize("part", slow_but(["head", "layer"], "head"))
 def test_compiled_code_is_left_alone(part: str) -> None:
     module = MeanOfTokens()
     (module.head if part == "head" else module.layers[3]).compile(backend="eager")
