@@ -244,7 +244,10 @@ EXACT = [AsksForGradients, Compiled, Mapped, Kept, KeptIfThere, KeptInside, Kept
          AppendsToAList, ChangesADictionary, ReturnsTwice, OuterHooks]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "point"), pairs(EXACT, POINTS, lambda model, point: (model + point) % 3 == 0))
+# fast ones compile on one rank: threads that compile for the first time at once are no ranks of a user's
+@pytest.mark.parametrize(
+    ("model", "point"), pairs(EXACT, POINTS, lambda model, point: (model + 2) % len(POINTS) == point)
+)
 def test_it_is_the_same_on_all_stages(model: type[Regression], point: Point) -> None:
     if model is Compiled and torch.torch_version.TorchVersion(torch.__version__) < "2.13" and point.ranks != 1:
         pytest.skip("torch 2.10 crashes where several threads of one process compile at once")

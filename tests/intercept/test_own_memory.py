@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lightning_pipe.errors import CutError
 from tests.support.asynchronous_engine import WIDTH, Block
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.pairs import slow_but
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -96,7 +97,7 @@ def evaluated(model: nn.Module, context: Any, **run: Any) -> None:
 RUNS = [{"ranks": 2}, {"ranks": 1, "stages": 5}]
 
 
-@pytest.fixture(params=RUNS, ids=["2", "1-5"])
+@pytest.fixture(params=slow_but(RUNS, RUNS[0]), ids=["2", "1-5"])
 def run(request: pytest.FixtureRequest) -> Any:
     return request.param
 

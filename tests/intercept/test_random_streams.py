@@ -35,7 +35,7 @@ from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 from tests.support.engine_runs import pipelined, split
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, slow_but
 
 WIDTH = 8
 
@@ -385,7 +385,11 @@ def curves(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"schedule": "interleaved", "stages": 4}, {"recompute": "always"}, {"resumed": True}],
+    slow_but(
+        [{}, {"schedule": "interleaved", "stages": 4}, {"recompute": "always"}, {"resumed": True}],
+        {"schedule": "interleaved", "stages": 4},
+        {"resumed": True},
+    ),
     ids=["1f1b", "interleaved", "recompute", "resumed"],
 )
 def test_what_programs_draw_does_not_depend_on_the_ranks(options: dict[str, Any]) -> None:
