@@ -13,12 +13,11 @@ Stages pass on why a run has failed, so that it ends on all ranks::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ from lightning_pipe.errors import CutError, RepeatedRunError
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.local_parts import is_divided
-from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.work import Work
 
 if TYPE_CHECKING:
@@ -46,7 +44,8 @@ _EPSILONS, TIMES = 100, 30
 """Tensors differ that are further apart than so many times what their type rounds, and than rounding has shown."""
 
 
-class TrialLosses(NamedTuple):
+@dataclass
+class TrialLosses:
     """What has come of some runs of the step.
 
     Args:
@@ -58,21 +57,11 @@ class TrialLosses(NamedTuple):
         rounding: how far losses may differ by rounding, relative to 1 + their size.
     """
 
-    losses: list[float]
-    apart: float
-    reason: str | None
-    drew: bool
-    rounding: float
-
-
-class _Passed(NamedTuple):
-    """What a run leaves between two stages: values, why it has failed, or behind the last one the loss."""
-
-    crossing: Crossing | None
-    loss: Tensor | None
-    apart: float
-    reason: str | None
-    drew: bool
+    losses: list[float] = field(default_factory=list)
+    apart: float = 0.0
+    reason: str | None = None
+    drew: bool = False
+    rounding: float = 0.0
 
 
 def trial_losses(
@@ -101,80 +90,116 @@ def trial_losses(
         What has come of it, on all ranks.
     """
     executor, transport = pipeline.training_executor, pipeline.transport
-    last = len(executor.stages.layers) - 1
     streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas)
-    mail, seen = _Mail(transport), TrialLosses([], 0.0, None, drew=False, rounding=0.0)
-    comparison = _Comparison(together or {})
+    runs = _Runs(executor, together or {})
     with pipeline.running(streams), leaving_no_trace():
         for number, part in enumerate(batches):
             batch = Batch(step, [part], [0], [1.0], streams, training=False)
             with put_back(executor.stages), not_random(pipeline.module, streams.state, whole=evaluating) as functions:
-                ended = _run(executor, mail, batch, functions, partial(comparison.apart, number))
-            if ended is not None:
-                losses, rounding = seen.losses, seen.rounding
-                if ended.loss is not None:
-                    losses = [*losses, float(ended.loss)]
-                    rounding = max(rounding, _rounding(pipeline.module, ended.loss, functions.autocast))
-                apart, reason = max(seen.apart, ended.apart), seen.reason or ended.reason
-                seen = TrialLosses(losses, apart, reason, seen.drew or ended.drew, rounding)
-    mail.wait()
-    source = transport.peers[executor.placement[0, last]]
-    told: TrialLosses = transport.broadcast_object(seen, source, pipeline.pipeline_members)
-    return told
+                runs.run(number, batch, functions)
+    for work in runs.sending:
+        work.wait()
+    found: list[TrialLosses] = transport.all_gather_object(runs.seen, pipeline.pipeline_members)
+    return TrialLosses(
+        [loss for each in found for loss in each.losses],  # of the rank with the last stage
+        max(each.apart for each in found),
+        next((each.reason for each in found if each.reason), None),
+        any(each.drew for each in found),
+        max(each.rounding for each in found),
+    )
 
 
-def _run(
-    executor: Executor,
-    mail: _Mail,
-    batch: Batch,
-    functions: NotRandom,
-    apart: Callable[[BoundaryKey, _Passed, NotRandom], float],
-) -> _Passed | None:
-    """Run a batch through the stages of this rank; returns what it ends with behind the last stage."""
-    ended = None
-    for stage, layers in enumerate(executor.stages.layers):
-        if executor.placement[0, stage] != executor.rank:
-            continue
-        earlier, placement = executor.earlier[stage], executor.placement
-        came = [mail.receive(BoundaryKey(0, early, 0, stage), placement[0, early]) for early in earlier]
-        left = _computed(executor, stage, batch, came, functions)
-        for to, one in left.items():
-            key = BoundaryKey(0, stage, 0, to)
-            passed = one._replace(apart=max(one.apart, apart(key, one, functions)))
-            if layers.last:
-                ended = passed
-            else:
-                mail.send(key, passed, placement[0, to])
-    return ended
+@dataclass
+class _Runs:
+    """The stages of this rank in all runs.
+
+    Args:
+        executor: of the training batches.
+        together: see `trial_losses`.
+        seen: what has come of the runs here.
+        sending: what has been sent to other ranks.
+    """
+
+    executor: Executor
+    together: Mapping[int, Sequence[int]]
+    seen: TrialLosses = field(default_factory=TrialLosses)
+    sending: list[Work] = field(default_factory=list)
+    _here: dict[BoundaryKey, Crossing | str] = field(default_factory=dict)
+    _left: dict[tuple[int, BoundaryKey], dict[int, Tensor]] = field(default_factory=dict)
+    _noise: dict[tuple[BoundaryKey, int], float] = field(default_factory=dict)
+
+    def run(self, number: int, batch: Batch, functions: NotRandom) -> None:
+        """Run a batch through the stages of this rank."""
+        executor, seen = self.executor, self.seen
+        for stage in range(len(executor.later)):
+            if executor.placement[0, stage] != executor.rank:
+                continue
+            came = [self._received(BoundaryKey(0, early, 0, stage)) for early in executor.earlier[stage]]
+            batch.streams.seed_user_code(0)
+            before = batch.streams.state()
+            left = _computed(executor, stage, batch, came)
+            seen.drew |= functions.drew or batch.streams.state() != before
+            if isinstance(left, str):
+                seen.reason = seen.reason or left
+            elif isinstance(left, Tensor):
+                seen.losses.append(float(left))
+                rounding = _rounding(executor.stages.interceptor.module, left, functions.autocast)
+                seen.rounding = max(seen.rounding, rounding)
+            for to in executor.later[stage]:
+                key, one = BoundaryKey(0, stage, 0, to), left[to] if isinstance(left, dict) else str(left)
+                if isinstance(one, Crossing):
+                    seen.apart = max(seen.apart, self._apart(number, key, one, functions.autocast))
+                self._send(key, one.detached() if isinstance(one, Crossing) else one)
+
+    def _apart(self, run: int, boundary: BoundaryKey, left: Crossing, autocast: torch.dtype | None) -> float:
+        """How far tensors are from those of their samples, relative to their norm, if by more than rounding; else 0."""
+        if any(run in parts for parts in self.together.values()):
+            self._left[run, boundary] = left.detached().tensors
+        alone, most = [self._left.get((part, boundary), {}) for part in self.together.get(run, ())], 0.0
+        for number, whole in left.tensors.items() if alone else ():
+            key, distance = (boundary, number), _distance(whole, [each[number] for each in alone if number in each])
+            if run == min(self.together):
+                self._noise[key] = distance
+            elif TIMES * self._noise.get(key, inf) < distance < inf and _least(whole, autocast) < distance:
+                most = max(most, distance)
+        return most
+
+    def _send(self, key: BoundaryKey, left: Crossing | str) -> None:
+        rank = self.executor.placement[0, key.to]
+        if rank == self.executor.rank:
+            self._here[key] = left
+        else:
+            self.sending.append(self.executor.exchange.transport.send_object(left, rank, key.tag(0)))
+
+    def _received(self, key: BoundaryKey) -> Crossing | str:
+        """What an earlier stage has left, here or on another rank."""
+        rank = self.executor.placement[0, key.stage]
+        if rank == self.executor.rank:
+            return self._here.pop(key)
+        left: Crossing | str = self.executor.exchange.transport.receive_object(rank, key.tag(0))
+        return left if isinstance(left, str) else left.laid_out()
 
 
 def _computed(
-    executor: Executor, stage: int, batch: Batch, came: Sequence[_Passed], functions: NotRandom
-) -> dict[int, _Passed]:
-    """What a stage leaves for each later one, and the last one for itself."""
-    reason = next((each.reason for each in came if each.reason), None)
-    crossings: dict[int, Crossing] = {}
-    loss, drew, apart = None, any(each.drew for each in came), max((each.apart for each in came), default=0.0)
-    if reason is None:
-        inbound = None
-        for crossing in (each.crossing for each in came):
-            inbound = crossing if inbound is None or crossing is None else inbound.joined(crossing)
-        batch.streams.seed_user_code(0)
-        before = batch.streams.state()
-        try:
-            crossings, result = executor.stages.trial(stage, 0, batch, inbound)
-            loss = None if crossings else loss_of(result)
-        except RepeatedRunError:
-            raise
-        except CutError:
-            reason = "with two micro-batches together the step takes another way through its code"
-        except Exception as error:  # whatever a step may raise that was not made for this
-            lines = str(error).strip().splitlines() or [""]
-            reason = f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
-        drew = drew or functions.drew or batch.streams.state() != before
-    none = next(iter(crossings.values())).emptied() if crossings else None
-    receivers = executor.later[stage] or [stage]
-    return {to: _Passed(crossings.get(to, none), loss, apart, reason, drew) for to in receivers}
+    executor: Executor, stage: int, batch: Batch, came: Sequence[Crossing | str]
+) -> dict[int, Crossing] | Tensor | str:
+    """What a stage leaves for each later one, or the loss behind the last one, or why the run has failed."""
+    inbound: Crossing | None = None
+    for crossing in came:
+        if isinstance(crossing, str):
+            return crossing
+        inbound = crossing if inbound is None else inbound.joined(crossing)
+    try:
+        crossings, result = executor.stages.trial(stage, 0, batch, inbound)
+        none = next(iter(crossings.values())).emptied() if crossings else None
+        return {to: crossings.get(to, none) for to in executor.later[stage]} if none else loss_of(result)
+    except RepeatedRunError:
+        raise
+    except CutError:
+        return "with two micro-batches together the step takes another way through its code"
+    except Exception as error:  # whatever a step may raise that was not made for this
+        lines = str(error).strip().splitlines() or [""]
+        return f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
 
 
 def _rounding(module: nn.Module, loss: Tensor, autocast: torch.dtype | None) -> float:
@@ -198,34 +223,6 @@ def parameters_whole(pipeline: Pipeline) -> Iterator[None]:
         sharded.hold(False)
 
 
-@dataclass
-class _Comparison:
-    """Compares what leaves the stages of this rank for samples together with what has left for each.
-
-    Args:
-        together: see `trial_losses`.
-    """
-
-    together: Mapping[int, Sequence[int]]
-    _left: dict[tuple[int, BoundaryKey], dict[int, Tensor]] = field(default_factory=dict)
-    _noise: dict[tuple[BoundaryKey, int], float] = field(default_factory=dict)
-
-    def apart(self, run: int, boundary: BoundaryKey, passed: _Passed, functions: NotRandom) -> float:
-        """How far tensors are from those of their samples, relative to their norm, if by more than rounding; else 0."""
-        if passed.crossing is None:
-            return 0.0
-        if any(run in parts for parts in self.together.values()):
-            self._left[run, boundary] = passed.crossing.detached().tensors
-        alone, most = [self._left.get((part, boundary), {}) for part in self.together.get(run, ())], 0.0
-        for number, whole in passed.crossing.tensors.items() if alone else ():
-            key, distance = (boundary, number), _distance(whole, [each[number] for each in alone if number in each])
-            if run == min(self.together):
-                self._noise[key] = distance
-            elif TIMES * self._noise.get(key, inf) < distance < inf and _least(whole, functions.autocast) < distance:
-                most = max(most, distance)
-        return most
-
-
 def _least(tensor: Tensor, autocast: torch.dtype | None) -> float:
     """How far a tensor may differ by rounding at least, relative to its norm, by the coarsest numbers behind it."""
     epsilon = max(torch.finfo(kind).eps for kind in (tensor.dtype, autocast or tensor.dtype))
@@ -242,32 +239,3 @@ def _distance(whole: Tensor, parts: Sequence[Tensor]) -> float:
                     found = float((whole.double() - joined).norm() / joined.norm())
                     return found if isfinite(found) else inf
     return inf
-
-
-@dataclass
-class _Mail:
-    """Brings what runs leave to later stages, on this rank or another one."""
-
-    transport: Transport
-    _here: dict[BoundaryKey, _Passed] = field(default_factory=dict)
-    _sending: list[Work] = field(default_factory=list)
-
-    def send(self, key: BoundaryKey, passed: _Passed, rank: int) -> None:
-        """Start to send to a rank."""
-        passed = passed._replace(crossing=passed.crossing and passed.crossing.detached())
-        if rank == self.transport.rank:
-            self._here[key] = passed
-        else:
-            self._sending.append(self.transport.send_object(passed, rank, key.tag(0)))
-
-    def receive(self, key: BoundaryKey, rank: int) -> _Passed:
-        """What comes from a rank."""
-        if rank == self.transport.rank:
-            return self._here.pop(key)
-        passed: _Passed = self.transport.receive_object(rank, key.tag(0))
-        return passed._replace(crossing=passed.crossing and passed.crossing.laid_out())
-
-    def wait(self) -> None:
-        """Wait for all that is being sent."""
-        for work in self._sending:
-            work.wait()
