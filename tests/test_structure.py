@@ -19,7 +19,7 @@ LONGER = {"lightning_pipe.trainer.strategy": 595}
 BUDGET = {
     "intercept": 7540,
     "trainer": 7320,
-    "engine": 4265,
+    "engine": 4245,
     "schedules": 3310,
     "planning": 2460,
     "transport": 2170,

@@ -20,7 +20,7 @@ class UnlikeError(Exception):
 def both_together(received: Sequence[Crossing | None], sizes: Sequence[int]) -> Crossing | None:
     """What a stage would receive for two micro-batches together.
 
-    Samples lie along the first dimension that has as many elements as samples; what has none is the same for both.
+    Samples lie along the first dimension if it has as many elements as samples; what has others is the same for both.
 
     Args:
         received: what it has received for each of them.
@@ -49,7 +49,7 @@ def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int]) -> CallRecor
         if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
             leaves.append(_spec(a, b, sizes))
         elif isinstance(a, Shape) and isinstance(b, Shape) and len(a) == len(b):
-            leaves.append(Shape(_shape(a, b, _dimension(a, b, sizes))))
+            leaves.append(Shape(_shape(a, b, sizes)))
         else:
             _same(a, b)
             leaves.append(a)
@@ -57,45 +57,28 @@ def _call(one: CallRecord, other: CallRecord, sizes: Sequence[int]) -> CallRecor
 
 
 def _spec(one: TensorSpec, other: TensorSpec, sizes: Sequence[int]) -> TensorSpec:
-    dimension = _dimension(one.shape, other.shape, sizes)
-    _same(one.dtype, other.dtype)
-    if dimension is None:
-        _same(one, other)
-        return one
-    shape = _shape(one.shape, other.shape, dimension)
-    if one.strides is None:
-        return one._replace(shape=shape)
-    # the dimensions lie in memory in the same order as before
-    strides, extent = dict.fromkeys(range(len(shape)), 0), 1
-    for d in sorted(strides, key=lambda d: (one.strides[d], one.shape[d])):  # type: ignore[index]
-        strides[d], extent = extent, extent * shape[d]
-    return one._replace(shape=shape, strides=tuple(strides.values()))
+    shape = _shape(one.shape, other.shape, sizes)
+    _same(one._replace(shape=shape), other._replace(shape=shape))
+    if shape != one.shape and one.strides is not None and one.strides[0] < max(one.strides):
+        raise UnlikeError  # samples lie between each other: those of both would have other strides
+    return one._replace(shape=shape)
 
 
-def _shape(one: Sequence[int], other: Sequence[int], dimension: int | None) -> tuple[int, ...]:
-    if dimension is None:
-        _same(one, other)
-    return tuple(size + other[d] if d == dimension else size for d, size in enumerate(one))
+def _shape(one: Sequence[int], other: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    if [*one[:1], *other[:1]] == [*sizes] and one[1:] == other[1:]:
+        return (one[0] + other[0], *one[1:])
+    _same(one, other)
+    return tuple(one)
 
 
 def _value(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
-    dimension = _dimension(one.shape, other.shape, sizes)
-    if dimension is None:
+    if _shape(one.shape, other.shape, sizes) == one.shape:
         if not torch.equal(one, other):
             raise UnlikeError
         return one
     if not one.is_floating_point() and one.dtype is not torch.bool:
         raise UnlikeError  # they may be positions in a micro-batch, which are others in both together
-    return torch.cat([one, other], dimension)
-
-
-def _dimension(one: Sequence[int], other: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """The first dimension along which a tensor has one element per sample."""
-    for d, pair in enumerate(zip(one, other, strict=True)):
-        rests = [[*shape[:d], *shape[d + 1 :]] for shape in (one, other)]
-        if [*pair] == [*sizes] and rests[0] == rests[1]:
-            return d
-    return None
+    return torch.cat([one, other])
 
 
 def _same(one: Any, other: Any) -> None:

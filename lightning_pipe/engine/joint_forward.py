@@ -118,15 +118,14 @@ class JointForward:
 
 
 def _part(both: Crossings, paths: dict[int, RunRecord], place: int) -> Crossings:
-    """What leaves for one of the two, cut out along the dimension in which both together are longer."""
+    """What leaves for one of the two, cut out along the first dimension where both together are longer."""
     found: Crossings = {}
     for to, path in paths.items():
         tensors = {}
         for number, spec, *_ in path.entries:
             tensor = both[to].tensors[number]
-            for dimension, (size, whole) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
-                if size != whole:
-                    tensor = tensor.narrow(dimension, place * (whole - size), size)
+            if spec.shape != tensor.shape:
+                tensor = tensor[-spec.shape[0] :] if place else tensor[: spec.shape[0]]
             tensors[number] = tensor.clone(memory_format=torch.contiguous_format)
         found[to] = Crossing(path, tensors, both[to].words).laid_out()
     return found

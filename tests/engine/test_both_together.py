@@ -36,6 +36,8 @@ def test_what_is_the_same_for_both_stays() -> None:
         (torch.tensor([0, 1]), torch.tensor([0, 1])),  # positions
         (torch.tensor([1.0]), torch.tensor([2.0])),  # what is one for all samples
         (torch.zeros(4, 3), torch.ones(4, 3)),  # several elements per sample
+        (torch.zeros(3, 2), torch.ones(3, 2)),  # samples along another dimension
+        (torch.zeros(3, 2).t(), torch.ones(3, 2).t()),  # samples between each other in memory
     ],
 )
 def test_other_tensors_cannot_be_put_together(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -44,7 +46,8 @@ def test_other_tensors_cannot_be_put_together(pair: tuple[torch.Tensor, torch.Te
 
 
 def test_the_record_has_the_shapes_of_both() -> None:
-    found = both_together([crossing(torch.zeros(3, 2).t()), crossing(torch.ones(3, 1).t())], (2, 1))
+    pair = [torch.full((size, 2, 3), float(size)).transpose(1, 2) for size in (2, 1)]
+    found = both_together([crossing(each) for each in pair], (2, 1))
     assert found is not None
-    assert found.path.entries[0].spec == TensorSpec((3, 3), torch.float32, (1, 3))
-    assert found.tensors[0].stride() == (1, 3)
+    assert found.path.entries[0].spec == TensorSpec((3, 3, 2), torch.float32, (6, 1, 3))
+    assert found.tensors[0].stride() == (6, 1, 3)

@@ -97,6 +97,12 @@ class Placed(Net):
         return h + places
 
 
+@pytest.mark.parametrize("net", [Residual, Placed])
+def test_what_crosses_is_taken_apart(net: type[Net]) -> None:
+    found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
+    assert passes(found) == [2, 2]
+
+
 class TimeFirst(Net):
     """Samples lie along the second dimension of what crosses."""
 
@@ -105,12 +111,6 @@ class TimeFirst(Net):
         for layer in self.layers:
             h = layer(h)
         return h.mean(0)
-
-
-@pytest.mark.parametrize("net", [Residual, Placed, TimeFirst])
-def test_what_crosses_is_taken_apart(net: type[Net]) -> None:
-    found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
-    assert passes(found) == [2, 2]
 
 
 class Flattened(Net):
@@ -139,7 +139,9 @@ class Norm(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize(
-    "net", [lambda: with_layers(Norm()), Flattened, Penalised], ids=["batch norm", "number of samples", "penalty"]
+    "net",
+    [lambda: with_layers(Norm()), Flattened, Penalised, TimeFirst],
+    ids=["batch norm", "number of samples", "penalty", "time first"],
 )
 def test_what_may_depend_on_the_other_samples_runs_apart(net: Any) -> None:
     found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
