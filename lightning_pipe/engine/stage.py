@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,17 +72,14 @@ class Saved:
 class Kept:
     """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
-    ``buffers`` has the former values of those that it changed, ``attributes`` those of layers, all of them or those
-    that earlier passes have changed; ``set`` has those that the step has set. ``around`` has those of the
-    LightningModule.
+    ``buffers`` has the former statistics of norms, ``set`` the former attributes that the step and layers have set,
+    ``around`` those of the LightningModule.
     """
 
     inbound: Crossing | None
     calls: tuple[CallRecord, ...] | None
     buffers: Buffers
-    attributes: Snapshot
     set: dict[Key, Any]
-    all_attributes: bool
     around: Snapshot
 
 
@@ -96,7 +93,6 @@ class Stages:
         parameter_use: learns which parameters and modules outside layers steps use.
         device: the rank's device.
         buffers: puts buffers back that a second run changes.
-        again: the stages that have been run in order to run again: it is known which attributes their layers change.
 
     Attributes:
         draws: which calls draw from Python's and NumPy's generators, in evaluations and in training.
@@ -107,7 +103,6 @@ class Stages:
     parameter_use: ParameterUse
     device: torch.device
     buffers: BufferGuard
-    again: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         names = self.layers[0].names
@@ -127,33 +122,25 @@ class Stages:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
-        unknown = stage not in self.again
-        self.again.add(stage)
         state, around = self.interceptor.state, self.interceptor.attributes_around()
-        attributes = state.everything(self.interceptor.computing() if unknown else None)
-        with nothing_saved(), self.buffers.noted(stage) as former:
+        with nothing_saved(), self.buffers.noted(thorough=batch.thorough) as former:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         batch.streams.end_user_code()
-        if unknown:
-            state.note_changes(attributes)
         if not crossings:
             batch.keep(micro_batch, saved.loss, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        kept = Kept(inbound, calls, former, attributes, state.set_by_run, unknown, around)
+        kept = Kept(inbound, calls, former, state.set_by_run | state.set_by_layers, around)
         return kept, {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
         state, around = self.interceptor.state, self.interceptor.attributes_around()
-        attributes = state.everything(self.interceptor.computing() if kept.all_attributes else None)
-        kept.attributes.undo()
         # other micro-batches may have changed these since, and graphs may hold what they are now
         kept.around.undo(for_now=True)
         try:
             with recomputing(), self.buffers.restored(kept.buffers), state.restored(kept.set):
                 saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         finally:
-            attributes.undo()
             around.undo()
         # The last stage ends at no boundary and has no path to compare.
         calls = next((crossing.path.calls for crossing in crossings.values()), None)

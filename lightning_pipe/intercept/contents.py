@@ -154,15 +154,10 @@ class Attributes(_Mapping):
     """The attributes of a module or another object."""
 
     kind = "attribute"
+    only: Container[str] | None
 
-    def __init__(
-        self,
-        owner: Any,
-        seen: dict[int, Node],
-        skipped: frozenset[str] = frozenset(),
-        only: Container[str] | None = None,
-    ) -> None:
-        self.skipped, self.only = skipped, only
+    def __init__(self, owner: Any, seen: dict[int, Node], skipped: frozenset[str] = frozenset()) -> None:
+        self.skipped, self.only = skipped, None
         super().__init__(owner, seen)
 
     @override

@@ -136,6 +136,10 @@ class Watch:
             altered += [] if owner is None else [owner]
         return found
 
+    def altered(self) -> Iterator[Place]:
+        """Where the call has changed in place what its module has kept since before."""
+        return iter(()) if self._kept is None else self._kept.altered()
+
     def foreign_changes(self) -> Iterator[tuple[str, str]]:
         """What has changed in other modules: their names, and the attributes."""
         for change in () if self._foreign is None else self._foreign.changes():

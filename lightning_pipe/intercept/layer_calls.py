@@ -17,7 +17,7 @@ from lightning_pipe.intercept.kept_state import written
 from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.recompute import release_saved
+from lightning_pipe.intercept.recompute import changed_in_place, release_saved, runs_again
 from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -106,6 +106,7 @@ class LayerCalls:
         self.tracker, self.routed = tracker, dict[int, int]()
         self.ran: list[nn.Module] = []
         self._stage, self._others, self._objects = stage, not stage.all, objects
+        self._again = runs_again()
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
         # the module that runs where other stages must know what it leaves behind, and what looks at it
@@ -136,11 +137,12 @@ class LayerCalls:
                 if self._profiler is not None:
                     self._profiler(name, key, forward, args, kwargs, skips)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
-                if self._others:
+                if self._others or self._again:
                     self._running = name, module
-                    if not plain:
+                    if self._others and not plain:
                         self._watch = Watch(name, module, given, arguments, objects=self._objects)
-                    if referred is not None or cache.attributes.seeks(name, module):
+                    looks = referred is not None or (self._others and cache.attributes.seeks(name, module))
+                    if looks or (self._again and tracker.digest.thorough):
                         self._seek()
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
@@ -150,6 +152,9 @@ class LayerCalls:
                 else:
                     result = forward(*args, **kwargs)
                 watch = self._watch
+                if self._again and watch is not None:
+                    for path, attribute in watch.altered():
+                        raise changed_in_place(f"`{written(name, path, attribute)}`")
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
@@ -205,7 +210,10 @@ class LayerCalls:
         if all(part is not each for each in module.modules()):
             if not self._may_change(part):
                 raise changed_elsewhere(running, state.written(part, name))
-        elif not (state.one_pipe and state.is_kept(part, name)):
+            return
+        if self._again:
+            state.set_inside(part, name, value)
+        if not (state.one_pipe and state.is_kept(part, name)):
             self._seek()
 
     def _may_change(self, part: nn.Module) -> bool:

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
-from lightning_pipe.intercept.contents import Change, attribute_of
-from lightning_pipe.intercept.kept_state import Place, alike, is_metric, is_own, written
+from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.kept_state import Place, alike, is_metric, written
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.references import leads_to
@@ -60,7 +60,8 @@ class LayerState:
         stages: as given.
         one_pipe: as given.
         around: the modules by name whose attributes runs that are not the last stage's leave as they were.
-        set_by_run: what the last run has set, with what was there before.
+        set_by_run: what the last run's step has set, with what was there before.
+        set_by_layers: what layers have set in the last run, if it is to run again.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class LayerState:
         # by part, the stage of this rank that runs it
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
+        self.set_by_layers: dict[Key, Any] = {}
         self._setting = False
         # what was there before complete runs: in the batch under way, and in those that others may not know of yet
         self._left: dict[Key, Any] = {}
@@ -88,8 +90,6 @@ class LayerState:
         # what calls keep: all of it, and what other ranks do not know of yet
         self._known: dict[Key, None] = {}
         self._learnt: dict[Key, None] = {}
-        # what calls change in modules of libraries
-        self._noted: dict[nn.Module, dict[str, None]] = {}
 
     # ------------------------------------------------------------------ what calls keep
 
@@ -162,25 +162,15 @@ class LayerState:
         """An attribute as code writes it."""
         return written(self._names.get(id(part), ""), attribute)
 
-    def everything(self, parts: Iterable[nn.Module] | None = None) -> Snapshot:
-        """The attributes of some parts as they are now, without buffers; ``None``: those that calls have changed."""
-        if parts is not None:
-            return Snapshot({str(id(part)): part for part in parts}, buffers=False)
-        names = {part: {*_kept.get(part, ()), *self._noted.get(part, ())} for part in self._root_of}
-        found = {str(id(part)): part for part, own in names.items() if own}
-        return Snapshot(found, {str(id(part)): own for part, own in names.items()}, buffers=False)
+    def everything(self, parts: Iterable[nn.Module]) -> Snapshot:
+        """The attributes of some parts as they are now, without buffers."""
+        return Snapshot({str(id(part)): part for part in parts}, buffers=False)
 
-    def note_changes(self, before: Snapshot) -> None:
-        """Note what a run has changed since `everything` was looked at, besides what the step has set."""
-        parts = {str(id(part)): part for part in self._root_of}
-        for change in before.changes():
-            part, attribute = parts[change.path[0]], attribute_of(change)
-            if (part, attribute) in self.set_by_run:
-                continue
-            if is_own(part):
-                self.keep(part, attribute)
-            else:
-                self._noted.setdefault(part, {})[attribute] = None
+    def set_inside(self, part: nn.Module, attribute: str, value: Any) -> None:
+        """A layer of a run that is to run again is about to set an attribute."""
+        key, former = (part, attribute), _holder(part, attribute).get(attribute, _MISSING)
+        if former is not value:
+            self.set_by_layers.setdefault(key, self.set_by_run.get(key, former))
 
     # ------------------------------------------------------------------ what the step sets
 
@@ -244,7 +234,7 @@ class LayerState:
         thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
         held = held_by(self.around, self._modules, self._root_of) if thorough else None
         hidden = [*self._hide_others(run)]
-        self.set_by_run, self._setting = {}, True
+        self.set_by_run, self.set_by_layers, self._setting = {}, {}, True
         complete = False
         try:
             yield
@@ -287,7 +277,7 @@ class LayerState:
 
     @contextmanager
     def restored(self, formers: Mapping[Key, Any]) -> Iterator[None]:
-        """Around a second run: what the step sets is what the first one has found."""
+        """Around a second run: what the step and layers set is what the first one has found."""
         now = {key: _holder(*key).get(key[1], _MISSING) for key in formers}
         for key, value in formers.items():
             _put(*key, value)

@@ -1,23 +1,25 @@
 """Forward passes that keep nothing but their input, and run again before their backward pass.
 
 The second run is the user's own step once more, from the same inputs. Random streams derive from the micro-batch and
-the layer, so masks are the same; buffers that the first run changed, running statistics for instance, have the values
-that it found, and afterwards those of now.
+the layer, so masks are the same. It finds what the first run has found: the attributes of the LightningModule, those
+that were set in layers, and the statistics of batch norms. Of all else nobody keeps the former value: a layer must not
+change it in place.
 Source: GPipe, arXiv:1811.06965v5, section 2.3.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.intercept.tensor_state import TensorState, has_changed, same_values, state_of
+from lightning_pipe.intercept.tensor_state import has_changed, same_values, state_of
 from lightning_pipe.torch_internals import NormBase
 
 
@@ -29,7 +31,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
-Buffers = dict[int, Tensor]
+Buffers = Mapping[int, Tensor]
 """Values of some buffers, by their number in a `BufferGuard`."""
 
 
@@ -82,6 +84,25 @@ def nothing_saved() -> Iterator[None]:
         _local.held = None
 
 
+def runs_again() -> bool:
+    """Whether what runs now runs again before its backward pass."""
+    return _local.held is not None
+
+
+def changed_in_place(what: str) -> CutError:
+    """A layer changes what a second run would find changed.
+
+    Args:
+        what: the attribute or buffer as a message names it.
+    """
+    return CutError(
+        f"{what} is changed in place in a forward pass, and recompute runs forward passes twice: the second one would "
+        "not find what the first one has found.",
+        hint="Set another value in its place: `self.items = [*self.items, x]`, `self.steps = self.steps + 1`; or use "
+        "recompute='never'.",
+    )
+
+
 def release_saved() -> None:
     """A layer has ended, and a backward pass inside it as well: let go of what graphs hold under `nothing_saved`."""
     if held := _local.held:
@@ -91,9 +112,7 @@ def release_saved() -> None:
 
 
 class BufferGuard:
-    """Lets a second run find buffers as the first one did, and leaves them as they are.
-
-    Which ones change is known from the first run of each stage, around which all are copied; later only these are.
+    """Lets a second run find the statistics of norms as the first one did, and leaves buffers as they are.
 
     Args:
         modules: the modules whose buffers are guarded.
@@ -102,85 +121,70 @@ class BufferGuard:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         parts = {id(part): part for module in modules for part in module.modules()}
         self._places = [(part, name) for part in parts.values() for name in part._buffers]
-        self._changing: dict[int, set[int]] = {}
+        self._statistics = {i for i, (part, _) in enumerate(self._places) if isinstance(part, NormBase)}
 
     @contextmanager
-    def noted(self, stage: int) -> Iterator[Buffers]:
-        """Around the first run. What it yields has, afterwards, the former values of the buffers that it changed.
+    def noted(self, *, thorough: bool) -> Iterator[Buffers]:
+        """Around the first run. What it yields has the former values of statistics.
 
         Args:
-            stage: whose run it is.
+            thorough: whether the values of all other buffers are compared.
+
+        Raises:
+            CutError: another buffer has changed in place.
         """
-        known = self._changing.get(stage)
-        # Before the first run of a stage nobody knows which buffers it changes.
-        former = self._copies(range(len(self._places)) if known is None else known)
-        before = self._now()
-        states = [_state(buffer) for buffer in before]
-        yield former
-        changing = set(known) if known is not None else {i for i in former if self._surely_changes(i)}
-        for index, (buffer, now) in enumerate(zip(before, self._now(), strict=True)):
-            if buffer is None or index in changing:
-                continue
-            # Versions alone do not tell: batch norm changes its statistics behind autograd's back (torch 2.13).
-            if has_changed(buffer, states[index]) or (index in former and not _same(buffer, former[index])):
-                if index not in former:
-                    raise self._lost(index)
-                changing.add(index)
-            elif now is not buffer:
-                former.setdefault(index, buffer)
-                changing.add(index)
-        for index in former.keys() - changing:
-            del former[index]
-        self._changing[stage] = changing
+        former = self._copies(self._statistics)
+        # Versions do not tell what changes behind autograd's back, as in `torch.nn.functional.batch_norm` (torch 2.13).
+        compared = self._copies(range(len(self._places))) if thorough else {}
+        with self._unchanged(self._statistics, compared):
+            yield former
 
     @contextmanager
     def restored(self, former: Buffers | None = None) -> Iterator[None]:
         """Around the second run.
 
         Args:
-            former: the values of changing buffers before the first run; ``None``: all buffers have those of now.
+            former: the values of statistics before the first run; ``None``: all buffers have those of now.
         """
         before = self._now()
-        states = [_state(buffer) for buffer in before]
-        # Others in their place, not other values in them: graphs of other micro-batches may refer to the buffers.
-        for index, value in (self._copies(range(len(before))) if former is None else former).items():
-            module, name = self._places[index]
-            module._buffers[name] = value
-        try:
-            yield
-        finally:
-            for (module, name), buffer in zip(self._places, before, strict=True):
-                module._buffers[name] = buffer
-        # The run had other tensors in the place of all that are known to change: this one it reached all the same.
-        for index, buffer in enumerate(before):
-            if buffer is not None and has_changed(buffer, states[index]):
-                raise self._lost(index)
+        with self._unchanged():
+            # Others in their place, not other values in them: graphs of other micro-batches may refer to the buffers.
+            for index, value in (self._copies(range(len(before))) if former is None else former).items():
+                module, name = self._places[index]
+                module._buffers[name] = value
+            try:
+                yield
+            finally:
+                for (module, name), buffer in zip(self._places, before, strict=True):
+                    module._buffers[name] = buffer
+
+    @contextmanager
+    def _unchanged(self, free: Container[int] = (), values: Buffers = MappingProxyType({})) -> Iterator[None]:
+        """Around a run: the tensors that are buffers stay as they are, whatever stands in their place.
+
+        Args:
+            free: those that may change.
+            values: copies of some of them, to be compared.
+
+        Raises:
+            CutError: one of the others has changed.
+        """
+        before = [
+            (index, buffer, state_of(buffer))
+            for index, buffer in enumerate(self._now())
+            if not (buffer is None or index in free or isinstance(buffer, AbsentTensor))
+        ]
+        yield
+        for index, buffer, state in before:
+            if has_changed(buffer, state) or (index in values and not same_values(buffer, values[index])):
+                module, name = self._places[index]
+                raise changed_in_place(f"buffer '{name}' of a {type(module).__name__}")
 
     def _now(self) -> list[Tensor | None]:
         return [module._buffers[name] for module, name in self._places]
 
-    def _copies(self, indices: Iterable[int]) -> Buffers:
+    def _copies(self, indices: Iterable[int]) -> dict[int, Tensor]:
         found = {index: self._places[index] for index in indices}
         return {
             i: buffer.clone() for i, (module, name) in found.items() if (buffer := module._buffers[name]) is not None
         }
-
-    def _surely_changes(self, index: int) -> bool:
-        """Statistics change in training, which may begin later than the first run, and versions do not tell."""
-        return isinstance(self._places[index][0], NormBase)
-
-    def _lost(self, index: int) -> CutError:
-        module, name = self._places[index]
-        return CutError(
-            f"buffer '{name}' of a {type(module).__name__} is changed in place in some forward passes and not in "
-            "others; one of them runs again, and the buffer's former value is lost.",
-            hint="Change it in every forward pass or in none, and not by lightning_pipe.is_recomputing().",
-        )
-
-
-def _state(buffer: Tensor | None) -> TensorState:
-    return None if buffer is None or isinstance(buffer, AbsentTensor) else state_of(buffer)
-
-
-def _same(buffer: Tensor, copy: Tensor) -> bool:
-    return isinstance(buffer, AbsentTensor) or same_values(buffer, copy)

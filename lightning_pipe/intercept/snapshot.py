@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -43,14 +43,12 @@ class Snapshot:
 
     Args:
         modules: the modules by name.
-        only: the attributes of each that count; ``None``: all.
         buffers: whether buffers count.
     """
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        only: Mapping[str, Container[str]] | None = None,
         *,
         buffers: bool = True,
     ) -> None:
@@ -58,10 +56,7 @@ class Snapshot:
         # Nodes keep their objects, so no ``id`` comes to mean another object while the snapshot lives.
         seen: dict[int, Node] = {}  # one node for each object: several may refer to it, and it may hold itself
         with DisableTorchFunction():  # a step under way must not take this for calls of its own
-            self._nodes = {
-                name: Attributes(module, seen, skipped=skipped, only=None if only is None else only.get(name, ()))
-                for name, module in modules.items()
-            }
+            self._nodes = {name: Attributes(module, seen, skipped) for name, module in modules.items()}
 
     def undo(self, *, for_now: bool = False) -> None:
         """Put everything back in place.
@@ -84,6 +79,14 @@ class Snapshot:
         for name, node in self._nodes.items():
             node.only, node.kept = found[name], {key: node.kept[key] for key in node.kept.keys() & found[name]}
         return bool(found)
+
+    def altered(self) -> Iterator[tuple[str, str]]:
+        """The modules' names and attributes that referred to what has changed in place, whatever is there now."""
+        with DisableTorchFunction():
+            for name, node in self._nodes.items():
+                for attribute, (_, value) in node.kept.items():
+                    if value is not None and attribute != "_buffers" and any(True for _ in value.changes((), set())):
+                        yield name, attribute
 
     def changes(self) -> list[Change]:
         """What has become different since."""

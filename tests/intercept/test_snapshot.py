@@ -156,11 +156,15 @@ def test_what_two_names_share_is_put_back_for_both() -> None:
     assert module.items == [1, [2]]
 
 
-def test_only_named_attributes_count() -> None:
+def test_what_has_changed_in_place_is_told_whatever_stands_there_now() -> None:
     module = Holder()
-    before = Snapshot({"": module}, only={"": {"text"}})
-    module.number = 2
-    assert before.changes() == []
+    before = Snapshot({"part": module})
+    module.number, module.items = 2, [*module.items, 3]
+    assert [*before.altered()] == []
+    before = Snapshot({"part": module})
+    module.items.append(4)
+    module.items = []
+    assert [*before.altered()] == [("part", "items")]
 
 
 def test_a_large_tensor_cannot_be_put_back() -> None:

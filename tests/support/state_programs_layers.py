@@ -113,12 +113,28 @@ class Keeping(Layer):
         return out
 
 
-@program(MICRO_BATCHES, train_chimera=STALE)
+class KeepingAnew(Keeping):
+    """The same, with other values in the place of those that it has kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.items, self.table = [*self.items], {**self.table}
+        return super().forward(x)
+
+
+IN_PLACE = "is changed in place in a forward pass"
+
+
+@program(MICRO_BATCHES, train_chimera=STALE, train_recompute=IN_PLACE)
 class LayersKeep(Base):
     layer = Keeping
 
 
 @program(MICRO_BATCHES, train_chimera=STALE)
+class LayersKeepAnew(Base):
+    layer = KeepingAnew
+
+
+@program(MICRO_BATCHES, train_chimera=STALE, train_recompute=IN_PLACE)
 class StateOfLayersReset(Base):
     layer = Keeping
 
@@ -142,6 +158,7 @@ class StateOfLayersResetBehind(Base):
     MICRO_BATCHES,
     train=r"self\.layers\.\d\.state",
     train_chimera=r"self\.layers\.\d\.items",
+    train_recompute=IN_PLACE,
     evaluate=r"self\.layers\.\d\.state",
 )
 class TensorOfALayerInAHook(Base):
@@ -177,7 +194,7 @@ class Buffered(Layer):
         return super().forward(x) * (1 + 0.01 * self.calls.item())
 
 
-@program(MICRO_BATCHES, train_chimera=STALE)
+@program(MICRO_BATCHES, train_chimera=STALE, train_recompute=IN_PLACE)
 class LayersCountInBuffers(Base):
     layer = Buffered
 
