@@ -22,7 +22,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.lightning_internals import SubprocessLauncher, set_threads
 from lightning_pipe.trainer.connect import RUN
 from lightning_pipe.trainer.signals import leaving_with_others
-from lightning_pipe.transport.failures.leaving import leave, tell
+from lightning_pipe.transport.failures import leave, tell
 
 CHILD = "LIGHTNING_PIPE_CHILD"
 """The variable by which a process knows who has started it."""

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lightning_pipe.errors import CollectiveError, PipeError
-from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.failures.watchdog import SETTLED
+from lightning_pipe.transport.failures import SETTLED, FailureBoard
 
 _SOON, _LATE = 0.0005, 0.02
 """Seconds between two looks at the store, at first and later on."""
@@ -69,8 +68,8 @@ class Meetings:
             time.sleep(pause)
             pause = min(1.2 * pause, _LATE)
             late = time.monotonic() - start > self._transport.timeout.total_seconds()
-            if board.failed or late:
-                raise self._transport.error(f"do {what} together", None, timed_out=not board.failed)
+            if board.failure is not None or late:
+                raise self._transport.error(f"do {what} together", None, timed_out=board.failure is None)
         self._compare(what, [board.noted(name) for name in keys])
 
     def _compare(self, what: str, entries: Sequence[str | None]) -> None:

@@ -17,8 +17,7 @@ from lightning_pipe.trainer.launcher import ScriptLauncher
 from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.trainer.signals import ENDINGS, Signals
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.failures.board import FailureBoard, Kind
-from lightning_pipe.transport.failures.leaving import tell
+from lightning_pipe.transport.failures import FailureBoard, Kind, tell
 
 
 class Processes:
@@ -71,11 +70,11 @@ class Processes:
     def _check_not_failed(self) -> None:
         """An error has ended the connections of this Trainer's processes: nobody may wait for the others again."""
         board = self._board
-        if board is not None and board.failed:
-            name, reason = self.connected.transport.describe(), "" if board.failure is None else f" {board.failure}"
+        if board is not None and board.failure is not None:
+            name = self.connected.transport.describe()
             raise CommunicationError(
                 f"{name[0].upper()}{name[1:]} cannot run this Trainer again: its last run has failed, and the "
-                f"connections between its processes have ended.{reason}",
+                f"connections between its processes have ended. {board.failure}",
                 hint="To go on behind an error that your code catches, catch it on all processes (those without the "
                 "error of their own get a CommunicationError), and let all build another Trainer, with another "
                 "PipeStrategy. The module may be the same.",

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.world import World
-from lightning_pipe.transport.failures.board import Kind
+from lightning_pipe.transport.failures import Kind
 
 ENDINGS: dict[Kind, type[BaseException]] = {"asked": SIGTERMException, "interrupted": KeyboardInterrupt}
 """What is raised in processes that are told to end, by how the failure board calls it."""

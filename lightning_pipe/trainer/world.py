@@ -24,8 +24,7 @@ from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.connect import connect, listen_on_loopback
 from lightning_pipe.transport.arrangement import open_transport, topology_of
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.failures.board import FailureBoard
-from lightning_pipe.transport.torch_distributed import default_store
+from lightning_pipe.transport.failures import FailureBoard, default_store
 
 T = TypeVar("T")
 _LATER = timedelta(seconds=10)

@@ -6,6 +6,7 @@ import ctypes
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,11 +20,10 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.tensor_spec import numbered
 from lightning_pipe.transport.objects import decode, encode
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.torch_distributed import ABORT_TAG, abort_gloo
 from lightning_pipe.transport.work import DONE, GroupWork, Guarded, Parts, Several, Work
 
 if TYPE_CHECKING:
-    from lightning_pipe.transport.failures.board import FailureBoard
+    from lightning_pipe.transport.failures import FailureBoard
     from lightning_pipe.transport.message_layout import MessageLayout
     from lightning_pipe.transport.shared_memory.peer import SharedMemoryPeer
 
@@ -33,6 +33,8 @@ Words = list[int]
 OBJECT_TAGS = 1 << 29
 COLLECTIVE_TAG = OBJECT_TAGS - 1
 """The tag of objects in collectives: members come to those that they share in the same order."""
+ABORT_TAG = (1 << 16) - 1
+"""The tag of a message that nobody sends."""
 FIRST_OBJECT_TAG = ABORT_TAG + 1
 """Tags of torch below are those of lanes, from here on those of objects."""
 _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
@@ -339,7 +341,10 @@ class Transport(ABC):
         if groups and dist.is_initialized() and dist.get_backend() == "gloo":
             groups.append(dist.group.WORLD)
         for group in filter(None, groups):
-            abort_gloo(group)
+            # Gloo's own abort leaves pending operations alone (torch 2.13); a wait that times out closes connections
+            with suppress(RuntimeError):
+                nobody = (group.rank() + 1) % group.size()
+                group.recv([torch.empty(1, dtype=torch.uint8)], nobody, ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def guarding(self, operation: object) -> Guarded:
         """A context around ``operation``, words that follow "could not"; for collectives of other libraries, too."""

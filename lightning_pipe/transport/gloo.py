@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -14,7 +15,6 @@ from lightning_pipe.transport.base import Lane, Transport, Words
 from lightning_pipe.transport.message_layout import MessageLayout
 from lightning_pipe.transport.shared_memory.rendezvous import connect_local
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.torch_distributed import own_process
 from lightning_pipe.transport.work import StagedReceive, Work
 
 
@@ -32,7 +32,7 @@ class GlooTransport(Transport):
     """
 
     def __init__(self, topology: Topology, device: torch.device, timeout: timedelta, *, local: bool = True) -> None:
-        super().__init__(topology, own_process(topology), device, timeout)
+        super().__init__(topology, dist.get_rank(), device, timeout)
         self._open()
         if local:
             with self.guarding("connect to the processes of this host"):

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_pipe.transport.base import Channel, Lane, Transport
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.torch_distributed import own_process
 from lightning_pipe.transport.work import GroupWork, Work
 
 # NCCL's own watchdog ends the process without a report; the failure board's thread must come before it.
@@ -35,7 +34,7 @@ class NcclTransport(Transport):
     def __init__(self, topology: Topology, device: torch.device, timeout: timedelta) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        super().__init__(topology, own_process(topology), device, timeout, backend="nccl")
+        super().__init__(topology, dist.get_rank(), device, timeout, backend="nccl")
         self.inline_control = False
         self._channels: dict[Channel, ProcessGroup] = {}
         self._known: set[Channel] = set()

@@ -123,10 +123,8 @@ _ROOMS: dict[str, dict[str, str]] = {
         "base": "transport/test_transports",
         "gloo": "transport/test_transports",
         "nonblocking_broadcast": "trainer/evaluation/test_stream",
-        "torch_distributed": "transport/test_transports",
         "work": "transport/test_transports",
     },
-    "transport/failures": {"watchdog": "transport/failures/test_board"},
     "transport/shared_memory": {"rendezvous": "transport/shared_memory/test_peer"},
 }
 

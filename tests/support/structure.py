@@ -127,7 +127,7 @@ def room(module: str) -> str:
     """The room of a module.
 
     Example:
-        >>> room("lightning_pipe.transport.failures.board"), room("lightning_pipe.errors"), room("lightning_pipe")
+        >>> room("lightning_pipe.transport.shared_memory.peer"), room("lightning_pipe.errors"), room("lightning_pipe")
         ('transport', 'errors', '__init__')
     """
     return [*module.split("."), "__init__"][1]

@@ -13,8 +13,8 @@ from torch.distributed import HashStore
 from lightning_pipe.errors import CollectiveError, CommunicationError
 from lightning_pipe.trainer import meeting
 from lightning_pipe.trainer.meeting import Meetings
-from lightning_pipe.transport.failures import watchdog
-from lightning_pipe.transport.failures.board import FailureBoard
+from lightning_pipe.transport import failures
+from lightning_pipe.transport.failures import FailureBoard
 from lightning_pipe.transport.topology import Topology
 from tests.support.threads import thread_world
 
@@ -24,7 +24,7 @@ Act = Callable[[Meetings, FailureBoard], None]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "SETTLED", 0.3)
-    monkeypatch.setattr(watchdog, "SETTLED", 0.3)
+    monkeypatch.setattr(failures, "SETTLED", 0.3)
 
 
 def together(*acts: Act, gone: bool = False) -> list[BaseException | None]:
@@ -63,7 +63,7 @@ def calls(*names: str) -> Act:
 def waits(meetings: Meetings, board: FailureBoard) -> None:
     """As in a receive."""
     board.transport.waiting = "receive 272 bytes from rank 0"
-    while not board.failed:
+    while board.failure is None:
         time.sleep(0.01)
     raise CommunicationError("closed by peer")
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.trainer import signals
-from lightning_pipe.transport.failures.board import FailureBoard
+from lightning_pipe.transport.failures import FailureBoard
 from tests.support.evaluated_modules import Evaluated, Rows
 from tests.support.lit_modules import Data, Lit
 from tests.support.pairs import every_second, pairs

@@ -245,4 +245,4 @@ def test_a_cable_that_is_pulled_ends_the_ranks_at_both_ends(tmp_path: Path) -> N
         second = node_outcomes(fit_until_pulled, str(tmp_path), timeout=55, hosts=ends)[1].output
     assert re.search(r"Rank 0 could not .* within 8 s(.|\n)*has not come on since", (tmp_path / "0").read_text())
     # it cannot ask the store, and prints where its threads are
-    assert re.search(r"Timeout \(0:00:15\)!(.|\n)*watchdog.py", second), second[-2000:]
+    assert re.search(r"Timeout \(0:00:15\)!(.|\n)*failures.py", second), second[-2000:]

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.schedules import Action, Kind
-from lightning_pipe.transport import base, nccl, torch_distributed
+from lightning_pipe.transport import base, nccl
 from lightning_pipe.transport.base import Reduction
 from lightning_pipe.transport.nccl import NcclTransport
 from lightning_pipe.transport.topology import Topology
@@ -48,7 +48,7 @@ def recorded_into(events: list[list[Event]], topology: Topology, fn: Callable[[R
             fn(RecordingTransport(topology, threads, events[threads.process], board))
 
     with ExitStack() as replaced:
-        for module in (base, nccl, torch_distributed):
+        for module in (base, nccl):
             replaced.enter_context(mock.patch.object(module, "dist", fake))
         run_threads(thread_world(topology, _LIMIT), body, timeout=60)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -20,9 +22,8 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Lane, Transport
-from lightning_pipe.transport.failures.board import FailureBoard
+from lightning_pipe.transport.failures import FailureBoard, default_store
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.torch_distributed import default_store
 from tests.support import processes
 from tests.support.pairs import pairs, slow_but
 from tests.support.threads import ThreadTransport, run_threads, thread_world
@@ -274,3 +275,21 @@ def test_setting_the_position_is_cheap() -> None:
     for _ in range(10_000):
         board.position = "F0"
     assert (time.perf_counter() - start) / 10_000 < 5e-6
+
+
+LEAVING = """
+import multiprocessing, time
+from lightning_pipe.transport.failures import leave
+
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+worker.start()
+print(worker.pid)
+leave(3)
+"""
+
+
+def test_a_process_that_leaves_at_once_leaves_no_worker() -> None:
+    # the worker would hold the output open, so that this waited for it
+    ended = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 3
+    assert int(ended.stdout)  # buffered, and written in spite of the hurry
