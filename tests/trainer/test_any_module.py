@@ -19,6 +19,7 @@ from lightning_pipe.partition import divide, find_layers, imbalance
 from lightning_pipe.partition.calls import recorded, work_of
 from tests.support import oracle, processes
 from tests.support.any_modules import DEPENDENT, MODULES
+from tests.support.pairs import slow_but
 from tests.support.trainer_runs import QUIET, quiet
 
 WORD = "pipe"
@@ -242,7 +243,7 @@ def test_named_layers_in_another_order_are_told_so_and_the_remedies_work() -> No
     assert one_process("Backwards", layers=["encoder", "decoder", "out"])[0] == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["Backwards", "Experts", "LanguageModel", "Siamese"])
+@pytest.mark.parametrize("name", slow_but(["Backwards", "Experts", "LanguageModel", "Siamese"], "Backwards", "Siamese"))
 def test_the_line_of_the_plan_can_be_pasted(name: str) -> None:
     expected, printed = one_process(name)
     pasted = re.search(r"order of their calls: (layers=.*?, balance=\[[\d, ]+\](, passes=\d+)?)", printed)

@@ -17,6 +17,7 @@ from lightning_pipe.errors import CommunicationError, ConfigurationError, CutErr
 from lightning_pipe.parameters.deferred_batchnorm import check_norms
 from lightning_pipe.trainer.checks import check_optimizers
 from tests.support.lit_modules import Data, Lit, dataset
+from tests.support.pairs import slow_but
 from tests.support.processes import Outcome, outcomes
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.user_modules import BuiltInSetup, Watching
@@ -214,7 +215,7 @@ FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("how", slow_but(FAILURES, "last", "first", "data", "none_early", "reads"))
 def test_one_error_ends_all_processes(how: str) -> None:
     process, kind, message = FAILURES[how]
     start = time.monotonic()

@@ -145,7 +145,7 @@ def test_main_models(point: Point) -> None:
     "point",
     [
         Point(Chimera(), stages=2, micro_batches=2),
-        Point(ZeroBubble("v"), stages=4, micro_batches=8),
+        pytest.param(Point(ZeroBubble("v"), stages=4, micro_batches=8), marks=pytest.mark.slow),
         pytest.param(Point("1f1b", micro_batches=3, accumulate=2, steps=2), marks=pytest.mark.slow),
         pytest.param(Point("1f1b", stages=2, ranks=2, replicas=2, steps=2), marks=pytest.mark.slow),
         # tests of several nodes have this order of ranks among the fast ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_pipe.trainer import launcher
 from lightning_pipe.trainer.connect import RUN
 from lightning_pipe.trainer.launcher import CHILD, ScriptLauncher, end_all, end_with_parent, observe
-from tests.support.processes import run_trainers
+from tests.support.processes import outcomes, run_trainers
 
 SCRIPT = """
 import hydra, lightning as L, lightning_pipe
@@ -56,10 +57,22 @@ def test_a_job_of_hydra_starts_its_processes_in_its_folder(tmp_path: Path) -> No
     assert sorted(path.name for path in (tmp_path / "out").glob("*of_2")) == ["3_process_0_of_2", "3_process_1_of_2"]
 
 
+def swept(process: int, folder: Path) -> int | str | None:
+    """What the script ends with; a forked process has the libraries that a fresh one imports first."""
+    for name in (*VARIABLES, "RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.chdir(folder)
+    sys.argv = ["train.py", "-m", "+lr=1,2", f"hydra.sweep.dir={folder}/out"]
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path("train.py", run_name="__main__")
+    return ended.value.code
+
+
 def test_a_sweep_of_hydra_says_how_to_start_it(tmp_path: Path) -> None:
-    ended = hydra_script(tmp_path, "train.py", "-m", "+lr=1,2", f"hydra.sweep.dir={tmp_path}/out")
-    assert ended.returncode == 1
-    assert "torchrun --standalone --nproc-per-node 2 train.py -m" in ended.stderr
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (ended,) = outcomes(swept, 1, group_timeout=None, folder=tmp_path)
+    assert ended.value == 1, ended.trace
+    assert "torchrun --standalone --nproc-per-node 2 train.py -m" in ended.output
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_all_stop_after_the_same_batch(hook: str, processes: tuple[int, ...]) ->
 @pytest.mark.parametrize(
     ("hook", "process", "replicas"),
     [
-        ("on_train_batch_end", 0, 1),
+        pytest.param("on_train_batch_end", 0, 1, marks=pytest.mark.slow),
         ("on_train_batch_end", 1, 1),
         pytest.param("on_train_batch_start", 1, 1, marks=pytest.mark.slow),
         pytest.param("on_train_start", 0, 1, marks=pytest.mark.slow),

@@ -21,6 +21,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replacements
 from tests.support.lit_modules import Data, Lit
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -119,7 +120,10 @@ def runs(process: int, fails: bool, **options: Any) -> list[str]:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "options",
-    [{"fails": False}, {"fails": True}, {"fails": False, "schedule": "pipedream", "micro_batches": "auto"}],
+    slow_but(
+        [{"fails": False}, {"fails": True}, {"fails": False, "schedule": "pipedream", "micro_batches": "auto"}],
+        *({"fails": False}, {"fails": True}),
+    ),
     ids=["ends", "fails", "asynchronous"],
 )
 def test_nothing_stays_replaced(options: dict[str, Any]) -> None:

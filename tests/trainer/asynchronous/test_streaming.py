@@ -10,11 +10,12 @@ import torch
 from lightning_pipe.schedules import PipeDream
 from tests.support.asynchronous_engine import pipedream, two_versions
 from tests.support.asynchronous_trainer import EPOCH, ROWS, assert_close, assert_weights, closed_form, run
+from tests.support.pairs import slow_but
 
 
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "devices"),
-    [("pipedream", "auto", 2), ("pipedream_2bw", 4, 2), pytest.param("pipedream", "auto", 3, marks=pytest.mark.slow)],
+    slow_but([("pipedream", "auto", 2), ("pipedream_2bw", 4, 2), ("pipedream", "auto", 3)], ("pipedream_2bw", 4, 2)),
 )
 def test_two_epochs_with_validation_in_between(schedule: str, micro_batches: Any, devices: int) -> None:
     balance = [6 // devices] * devices
@@ -90,9 +91,13 @@ def test_one_device() -> None:
         ({}, {"gradient_clip_val": 1.0}, False, "gradient_clip_val=1.0 limits the norm"),
         ({}, {"accumulate_grad_batches": 2}, False, "accumulate_grad_batches=2"),
         ({}, {}, True, "16-mixed precision scales the loss"),
-        ({"micro_batches": 2}, {}, False, "makes a step of 1 micro-batches"),
-        ({"shard_optimizer": True}, {}, False, "shard_optimizer=True does not go"),
-        ({"shard_optimizer": "gradients"}, {}, False, "shard_optimizer='gradients' does not go"),
+        *slow_but(
+            [
+                ({"micro_batches": 2}, {}, False, "makes a step of 1 micro-batches"),
+                ({"shard_optimizer": True}, {}, False, "shard_optimizer=True does not go"),
+                ({"shard_optimizer": "gradients"}, {}, False, "shard_optimizer='gradients' does not go"),
+            ]
+        ),
     ],
     ids=["norm", "accumulation", "16-mixed", "micro_batches", "sharded", "gradients"],
 )

@@ -37,6 +37,7 @@ from tests.support.asynchronous_trainer import (
     momentum,
     run,
 )
+from tests.support.pairs import slow_but
 
 PIPEDREAM = {"schedule": "pipedream", "layers": "net.layers"}
 MANY = [{name: value.double() for name, value in batch.items()} for batch in batches(12, rows=(8, 8, 5, 8, 4))]
@@ -66,7 +67,7 @@ class WithAdam(Long):
     ("schedule", "devices", "module"),
     [
         ("pipedream", 2, Long),
-        ("pipedream_2bw", 2, WithAdam),
+        pytest.param("pipedream_2bw", 2, WithAdam, marks=pytest.mark.slow),
         pytest.param("pipedream", 4, WithAdam, marks=pytest.mark.slow),
         pytest.param("pipedream_2bw", 4, Long, marks=pytest.mark.slow),
         pytest.param(PipeDream(vertical_sync=True), 3, Long, marks=pytest.mark.slow),
@@ -280,7 +281,7 @@ class Signalled(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("between", slow_but([False, True], True))
 def test_a_termination_signal_ends_all_ranks(between: bool) -> None:
     outcomes = run(PIPEDREAM, {"max_epochs": 3}, callbacks=[Signalled(between=between)])
     assert [outcome.error for outcome in outcomes] == ["SIGTERMException"] * 2

@@ -17,6 +17,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.batches import Graph, GraphBatch, Rows, graphs
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import quiet
 
@@ -104,7 +105,7 @@ def trained(process: int, names: list[str], **options: Any) -> list[oracle.Trace
     "works",
     "cut by themselves, or by `register_batch`",
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", slow_but(["1f1b", "interleaved"], "1f1b"))
 def test_batches_that_cut_themselves(schedule: str) -> None:
     names = list(BATCHES)
     found = run_trainers(trained, 2, names=names, schedule=schedule)[0]

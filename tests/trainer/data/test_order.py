@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -109,7 +110,7 @@ def test_a_generator_of_its_own_gives_the_order_of_one_device_where_steps_draw(t
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", slow_but([1, 2], 2))
 def test_the_order_does_not_depend_on_what_steps_draw_or_on_a_resume(devices: int, tmp_path: Path) -> None:
     orders, _ = in_pipe(tmp_path, devices)
     assert in_pipe(tmp_path / "dropout", devices, dropout=0.5)[0] == orders

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from lightning_pipe.errors import PipeError
 from tests.support import oracle
 from tests.support.lit_modules import FEATURES, Data
+from tests.support.pairs import slow_but
 from tests.support.processes import outcomes, run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -178,7 +179,7 @@ def refused(process: int, kind: type[Norms]) -> None:
     trainer.fit(kind().double(), Data().train_dataloader())
 
 
-@pytest.mark.parametrize("kind", REFUSALS)
+@pytest.mark.parametrize("kind", slow_but(REFUSALS, OnOneRank, Norms, TorchClips, LightningTells))
 def test_what_cannot_be_told_is_refused(kind: type[Norms]) -> None:
     for outcome in outcomes(refused, 2, timeout=40, group_timeout=None, kind=kind):
         assert isinstance(outcome.error, PipeError)

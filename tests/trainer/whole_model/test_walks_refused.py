@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_pipe.errors import PipeError
+from tests.support.pairs import slow_but
 from tests.support.processes import outcomes
 from tests.support.walks import DECAY, ListAverage, Teacher, Walks
 from tests.trainer.whole_model.test_walks import fit
@@ -135,7 +136,7 @@ def refused(process: int, name: str, folder: Path) -> None:
     fit(REFUSED[name][0], 2, folder)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", slow_but(REFUSED, "joins", "sums", "mixed", "distils"))
 def test_what_only_one_device_can_do(name: str, tmp_path: Path) -> None:
     ended = outcomes(refused, 2, timeout=40, group_timeout=None, name=name, folder=tmp_path)
     for outcome in ended:
