@@ -141,9 +141,10 @@ class LayerCalls:
                     self._running = name, module
                     if self._others and not plain:
                         self._watch = Watch(name, module, given, arguments, objects=self._objects)
-                    looks = referred is not None or (self._others and cache.attributes.seeks(name, module))
-                    if looks or (self._again and tracker.digest.thorough):
+                    searched = self._again and tracker.digest.thorough
+                    if searched or referred is not None or (self._others and cache.attributes.seeks(name, module)):
                         self._seek()
+                    parameters = tracker.in_place.noted([*module.parameters()] if searched else ())
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -152,8 +153,10 @@ class LayerCalls:
                 else:
                     result = forward(*args, **kwargs)
                 watch = self._watch
-                if self._again and watch is not None:
-                    for path, attribute in watch.altered():
+                if self._again:
+                    if tracker.in_place.changed(parameters, name):
+                        raise changed_in_place(f"a parameter of '{name}'")
+                    for path, attribute in () if watch is None else watch.altered():
                         raise changed_in_place(f"`{written(name, path, attribute)}`")
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
