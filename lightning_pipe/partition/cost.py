@@ -81,7 +81,8 @@ def layer_costs(
     if measured is None:
         raise ConfigurationError(
             f"balance={balance!r} needs the {balance} of every layer, and it has not been measured for this module.",
-            hint='Use balance="parameters", or pass the costs as a function: balance=lambda layer: …',
+            hint='Measure it with `lightning-pipe profile`, use balance="parameters", or pass the costs as a function: '
+            "balance=lambda layer: …",
         )
     return list(measured)
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from lightning_pipe.partition import Layers
 from lightning_pipe.partition.cache import cache_path
-from lightning_pipe.planning.cost_profile import SHAPES, CostProfile
+from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import of_module, without_times
 
 
 class ProfileStore:
-    """The profile of one module on disk: of `lightning-pipe profile`, or of a run's first batch.
+    """The profile of one module on disk, from `lightning-pipe profile`.
 
     The module is taken as it is when the store is made, see `cache_path`.
 
@@ -27,7 +27,6 @@ class ProfileStore:
     Attributes:
         path: the file.
         module: its layers and parameters, without times.
-        found: what `load` has found.
     """
 
     def __init__(
@@ -40,12 +39,6 @@ class ProfileStore:
         self.path = cache_path(module, ["costs", *(name for name, _ in layers)], ".profile.json", folder)
         self.module = without_times(module, layers)
         self.conditions = conditions
-        self.found: CostProfile | None = None
-
-    @property
-    def shapes(self) -> str | None:
-        """What a sample of the input is like that the costs were measured with, as far as that is known."""
-        return None if self.found is None else self.found.conditions.get(SHAPES)
 
     def load(self, *names: str) -> CostProfile | None:
         """The profile, with the parameters that are frozen now; ``None`` if there is none.
@@ -60,5 +53,4 @@ class ProfileStore:
             return None
         stored = CostProfile.load(self.path)
         stored.check({name: self.conditions[name] for name in names})
-        self.found = of_module(stored, self.module)
-        return self.found
+        return of_module(stored, self.module)

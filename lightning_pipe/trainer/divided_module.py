@@ -142,8 +142,7 @@ class DividedModule:
             division = own.divide(chosen, before)
         if not options.at_once:  # what is to be divided further gets values when it is: one layer after the other
             materialize(module)
-        pipeline, notes, store, costs, built = division
-
+        pipeline, notes, costs, built = division
         pipeline.reductions.dtype = options.reduce_dtype
         pipeline.reductions.scattered = options.shard_optimizer == "gradients"
         forget(module)
@@ -158,5 +157,5 @@ class DividedModule:
         report = Report(module, pipeline, world.layout, (*notes, *chosen_by), costs, built, options.shard_optimizer)
         known = chosen is not None and not chosen.guessed
         late = None if known else partial(own.by_first_batch, pipeline)
-        self.run = PipelineRun(*(module, pipeline, world, self._splitting, report, store, zero, self._seed, late))
+        self.run = PipelineRun(module, pipeline, world, self._splitting, report, zero, self._seed, late)
         self._known = names_of(module, options.layers)

@@ -28,7 +28,6 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams, mix
 from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
-from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
@@ -36,7 +35,6 @@ from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.gradients import Gradients
-from lightning_pipe.trainer.layer_costs import measured
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
@@ -65,7 +63,6 @@ class PipelineRun:
         world: the processes.
         splitting: how batches are split into micro-batches.
         report: tells the user about the training.
-        profiles: where the costs of the layers are to be stored after the first batch; ``None``: they are not measured.
         divides_optimizers: whether the holders of a parameter divide its update, or each updates all it holds.
         seed: from which all random streams derive.
         late: divides a module that is whole on all ranks by what its first batch calls, or checks a guess; ``None``:
@@ -84,7 +81,6 @@ class PipelineRun:
         world: World,
         splitting: BatchSplitting,
         report: Report,
-        profiles: ProfileStore | None,
         divides_optimizers: bool,
         seed: int,
         late: Callable[[str, list[Call]], Division | None] | None,
@@ -96,7 +92,6 @@ class PipelineRun:
         self.streaming: Streaming | None = None
         self._module, self._world = module, world
         self._splitter = BatchSplitter(module, pipeline, world, splitting)
-        self._profiles = profiles
         self._seed, replica = seed, world.transport.replica
         # one after the other, the same on all ranks of a pipeline
         self._seeds = {use: map(partial(mix, seed, use, replica), count()) for use in (_EVALUATION, _TRANSFER)}
@@ -195,7 +190,6 @@ class PipelineRun:
             self.end()
             self.report.notes += division.notes
             self.report.costs, self.report.built = division.costs, division.built
-            self._profiles = division.store
             self.begin()
 
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:
@@ -228,9 +222,8 @@ class PipelineRun:
             self.gradients.free_old(optimizers)
             assert self._step is not None
             parts, reduce = step.micro_batches, self.gradients.reduced_at_once
-            profiles, self._profiles = self._profiles, None  # of the first batch
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
-                with self._step.running() as before, measured(self.pipeline, profiles, parts):
+                with self._step.running() as before:
                     cut = Cut(parts.sizes, parts.together)
                     outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
                 # report what the last stage has made of the batch, and apply it on all ranks

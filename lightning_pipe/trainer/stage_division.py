@@ -30,7 +30,6 @@ from lightning_pipe.partition import (
 )
 from lightning_pipe.partition.calls import Call, CallStore, in_order, in_words, of_step, top, work_of
 from lightning_pipe.partition.choice import MOST_PASSES, Chosen, choose, line, serves
-from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.prediction import stage_costs
 from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.schedules import Family
@@ -54,14 +53,12 @@ class Division(NamedTuple):
     Args:
         pipeline: the module over the ranks.
         notes: lines about the division for the plan.
-        store: where to put costs that are wanted and not known yet; ``None``: none are.
         costs: of the stages, if they have been measured.
         built: bytes of parameters that every process has built whole.
     """
 
     pipeline: Pipeline
     notes: tuple[str, ...]
-    store: ProfileStore | None
     costs: Costs | None
     built: int = 0
 
@@ -194,7 +191,7 @@ class StageDivision:
         """Leave the module whole on every rank until its first batch. Collective."""
         none, options = [0] * self.world.layout.stages, self.options
         pipeline = Pipeline(self.module, [], none, options.family, self.world.transport, recompute=options.recompute)
-        return Division(pipeline, (), None, None)
+        return Division(pipeline, (), None)
 
     def divide(self, chosen: Chosen, before: Pipeline | None = None, whole: Pipeline | None = None) -> Division:
         """Give each rank its stages, and free all other layers. Collective if the balance asks for measured costs.
@@ -210,7 +207,7 @@ class StageDivision:
         module, options = self.module, self.options
         built, layers, passes = 0, chosen.layers, options.passes
         if before is None:
-            counts, notes, store, costs = self._balance(chosen)
+            counts, notes, costs = self._balance(chosen)
             passes = max(passes, chosen.passes(counts))
             costs = costs if passes == 1 else None  # they are those of one pass
             # before most of it is gone
@@ -221,7 +218,7 @@ class StageDivision:
                 also = f", passes={passes}" * (passes > 1)
                 notes = (f"layers in the order of their calls: {line(module, layers, counts)}{also}", *notes)
         else:
-            counts, notes, store, costs = before.balance, (), None, None
+            counts, notes, costs = before.balance, (), None
             if (
                 not isinstance(options.balance, str)
                 and (asked := divide(module, layers, len(counts), options.balance)) != counts
@@ -234,7 +231,7 @@ class StageDivision:
         check_quantized(module, len(counts))
         if whole is not None:
             undivided.divide(whole, layers, counts, passes, deferred_batch_norm=options.deferred_batch_norm)
-            return Division(whole, notes, store, costs, built)
+            return Division(whole, notes, costs, built)
         pipeline = Pipeline(
             module,
             layers,
@@ -247,10 +244,10 @@ class StageDivision:
             before=before,
         )
         pipeline.partition()
-        return Division(pipeline, notes, store, costs, built)
+        return Division(pipeline, notes, costs, built)
 
-    def _balance(self, chosen: Chosen) -> tuple[list[int], tuple[str, ...], ProfileStore | None, Costs | None]:
-        """The layers of each stage, the same on all processes, with notes, store and costs of the `Division`."""
+    def _balance(self, chosen: Chosen) -> tuple[list[int], tuple[str, ...], Costs | None]:
+        """The layers of each stage, the same on all processes, with notes and costs of the `Division`."""
         module, world, layout = self.module, self.world, self.world.layout
         layers, balance, stages, notes = chosen.layers, self.options.balance, layout.stages, list[str]()
         if layout.tensor_parallel_size > 1 and balance in ("time", "memory"):
@@ -260,15 +257,11 @@ class StageDivision:
                 hint="Use balance='parameters', 'flops', or a list.",
             )
         by: str = "parameters" if balance == AUTO else balance if isinstance(balance, str) else "the given costs"
-        store = measured = found = None
+        measured = found = None
         if balance == "time" or balance == "memory":
-            store = ProfileStore(module, layers, {**self.conditions, "ranks": str(layout.pipeline_parallel_size)})
-            found, why = world.broadcast(_loaded(store) if world.transport.process == 0 else (None, ""), 0)
-            store.found = found
-            if found is None:
-                balance, by = AUTO, "parameters"
-                notes.append(f"{why}: the next run has the measurements")
-            else:
+            store = ProfileStore(module, layers, self.conditions)
+            found = world.broadcast(store.load("device", "precision") if world.transport.process == 0 else None, 0)
+            if found is not None:
                 in_flight, again = self._in_flight() if balance == "memory" else 1, self.options.recompute != "never"
                 measured = found.layer_costs(balance, in_flight, recompute=again)
         if balance == AUTO and chosen.work:
@@ -278,7 +271,7 @@ class StageDivision:
         if costs is not None:
             notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
         of_stages = None if found is None else stage_costs(found, counts, min(found.sizes), [1] * stages)
-        return counts, tuple(notes), store, of_stages
+        return counts, tuple(notes), of_stages
 
     def _in_flight(self) -> int:
         """The most micro-batches of which a stage holds the activations at the same time."""
@@ -319,11 +312,3 @@ def may_be_whole(module: nn.Module, device: torch.device) -> bool:
 def has_convolutions(layers: Layers) -> bool:
     """Whether a layer computes as often with each parameter as its image has places: parameters tell no work."""
     return any(isinstance(part, ConvNd) for _, layer in layers for part in layer.modules())
-
-
-def _loaded(store: ProfileStore) -> tuple[CostProfile | None, str]:
-    """What the layers cost, for this device and precision; else why that is not known."""
-    try:
-        return store.load("device", "precision"), "the layers have not been measured yet"
-    except ConfigurationError as error:
-        return None, f"{error.message[0].lower()}{error.message[1:-1]}"

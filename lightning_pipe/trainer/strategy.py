@@ -81,9 +81,8 @@ class PipeStrategy(ParallelStrategy):
             by what the first batch calls.
         balance: ``"auto"``: the work that the first batch shows, where it shows the layers or these are convolutions,
             else parameters; ``"parameters"``; ``"flops"`` as counted on ``example_input_array``; ``"time"`` or
-            ``"memory"`` as measured by ``lightning-pipe profile`` or in the first batch of an earlier run of the same
-            module (else it is balanced by flops where there is an example, or by parameters); a list such as
-            ``[2, 3, 2]`` (layers per stage), or a function of a layer: its cost.
+            ``"memory"`` as measured by ``lightning-pipe profile``; a list such as ``[2, 3, 2]`` (layers per stage), or
+            a function of a layer: its cost.
         recompute: whether stages keep only their input and compute the rest again before their backward pass:
             ``"never"``, ``"always"``, or ``"except_last"`` micro-batch.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.

@@ -18,7 +18,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import divide, find_layers
-from lightning_pipe.profiling.first_batch import profiled
+from lightning_pipe.profiling.measure import measure_profile
 from lightning_pipe.schedules.passes.recompute import with_recompute
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.base import Transport
@@ -221,13 +221,8 @@ def _balance(quick: bool) -> list[Finding]:
 
 def _profile(net: nn.Module) -> list[float]:
     """Measured seconds of each layer."""
-    transport = SingleProcess()
-    layers = find_layers(net)
-    pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
-    with profiled(pipeline) as profiler:
-        pipeline.train(lambda _, part: net(part).sum(), [torch.ones(1, 4, requires_grad=True)], [1.0])
-    costs = profiler.gather()
-    return [sum(both) for both in zip(costs.forward, costs.backward, strict=True)]
+    batch = torch.ones(1, 4, requires_grad=True)
+    return measure_profile(SingleProcess(), net, batch, micro_batch_sizes=[1], rounds=1).layer_costs("time")
 
 
 def _costs(balance: Sequence[int], seconds: Sequence[float]) -> Costs:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import lightning_pipe
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.profiling.first_batch import LayerCost, measure
 
 SECONDS = 0.005
 
@@ -29,8 +28,3 @@ def profiles() -> list[CostProfile]:
     net = nn.Sequential(*[Late(nn.Linear(8, 8)) for _ in range(3)])
     options = {"device": "cuda", "rounds": 1, "micro_batch_sizes": [2]}
     return [lightning_pipe.profile(net, torch.randn(4, 8), ranks, **options) for ranks in (1, 2)]
-
-
-def without_parameters() -> LayerCost:
-    layer = Late()
-    return measure(layer, layer, (torch.ones(2, 8, device="cuda"),), {})

@@ -189,8 +189,3 @@ def test_work_of_a_device_is_measured_not_its_launches() -> None:
         assert all(each + costs.stage_forward >= 0.9 * rehearsed.SECONDS for each in costs.forward)
     assert together.conditions["transport"] == "NcclTransport"
     assert together.message.alpha > 0 or together.message.beta > 0
-
-
-@pytest.mark.rehearsed
-def test_a_layer_without_parameters_is_waited_for() -> None:
-    assert rehearse(rehearsed.without_parameters).forward >= 0.9 * rehearsed.SECONDS

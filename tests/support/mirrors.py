@@ -54,7 +54,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "command": "test_cli",
         "layer_sizes": "planning/test_make",
         "prediction": "planning/test_search",
-        "profile_store": "profiling/test_first_batch",
         "schedule_command": "test_cli",
         "search_result": "planning/test_search",
     },

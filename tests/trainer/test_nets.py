@@ -100,20 +100,11 @@ def test_dropout_does_not_depend_on_replicas() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_plan_is_told_and_the_second_run_is_balanced_by_time(tmp_path: Path) -> None:
-    run = {"name": "dropout", "options": {"micro_batches": 4, "balance": "time"}}
-    other = {"name": "dropout", "options": {"micro_batches": 3, "balance": "memory"}}
-    (_, _, first), (_, _, second), (_, _, third) = in_processes(2, [run, run, other], str(tmp_path))
+def test_the_plan_is_told(tmp_path: Path) -> None:
+    ((_, _, first),) = in_processes(2, [{"name": "dropout", "options": {"micro_batches": 4}}], str(tmp_path))
     assert "Pipeline of LitDropout" in first
     assert "12 samples per optimizer step = 12 (batch) x 1 (replicas) x 1 (accumulation)" in first
     assert "predicted bubble 20.0 %" in first
-    assert "the next run has the measurements" in " ".join(first.split())  # the console breaks lines
     assert "balanced by parameters: the largest stage costs" in first
-    assert "balanced by time: the largest stage costs" in second
     assert "Pipeline: 7 batches" in first
     assert "bubble measured" in first
-    assert len(list(tmp_path.glob("LitDropout-*.json"))) == 1
-    assert "Measured the layers" in first
-    assert "Measured the layers" not in second
-    assert "balanced by memory: the largest stage costs" in third
-    assert "Measured the layers" not in third  # costs of micro-batches of other sizes lie on a line
