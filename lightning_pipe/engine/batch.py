@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_pipe.engine.containers import fresh
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.layer_calls import Profiler
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.torch_internals import tree_map
 
@@ -42,7 +41,6 @@ class Batch:
         streams: the batch's random streams.
         training: whether gradients are wanted.
         undisturbed: whether no other micro-batch is under way meanwhile, which could read what this one changes.
-        profiler: looks at each call of a layer, and leaves no trace in it; ``None``: nobody does.
         cut: puts micro-batches together; ``None``: they run one by one.
         using: ``using(stage, micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
@@ -60,7 +58,6 @@ class Batch:
     streams: RandomStreams
     training: bool
     undisturbed: bool = False
-    profiler: Profiler | None = None
     cut: Cut | None = None
     # A shared context that does nothing: it is entered around every computation.
     using: Callable[[int, int], AbstractContextManager[None]] = lambda _stage, _micro_batch: _AS_THEY_ARE

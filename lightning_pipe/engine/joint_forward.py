@@ -65,7 +65,7 @@ class JointForward:
         modes = tuple(part.training for part in self.stages.interceptor.computing())
         key = stage, *(batch.signatures[index] for index in pair), modes
         way = self._ways.get(key)
-        if way is not None and batch.cut is not None and batch.profiler is None:  # it looks at each one
+        if way is not None and batch.cut is not None:
             with suppress(UnlikeError, GivenOtherValuesError):  # the runs apart tell of the last one
                 kept, both = self._run(stage, pair, batch, received)
                 if {to: crossing.path for to, crossing in both.items()} != way.both:
@@ -108,10 +108,10 @@ class JointForward:
         self, stage: int, pair: Sequence[int], batch: Batch, received: Received, apart: Sequence[Crossings]
     ) -> _Way | None:
         """How the two pass the stage together, if that makes of them what two passes have made."""
-        unseen, each = replace(batch, profiler=None), [{to: left[to].path for to in left} for left in apart]
+        each = [{to: left[to].path for to in left} for left in apart]
         # whatever a step may raise that was not made for this
         with leaving_no_trace(), torch.enable_grad(), put_back(self.stages), suppress(Exception):
-            _, both = self._run(stage, pair, unseen, received)
+            _, both = self._run(stage, pair, batch, received)
             if all(_is_part(_part(both, each[i], i), apart[i], both) for i in range(2)):
                 return _Way({to: crossing.path for to, crossing in both.items()}, each)
         return None

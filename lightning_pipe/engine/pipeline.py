@@ -26,7 +26,6 @@ from lightning_pipe.engine.turns import Turns
 from lightning_pipe.engine.undivided import run_whole
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.interceptor import Interceptor
-from lightning_pipe.intercept.layer_calls import Profiler
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -103,7 +102,6 @@ class Pipeline(PartitionedModule):
             self.reductions.stage_done,
             self.skips,
         )
-        self._profiler: Profiler | None = None
         self._signatures: dict[Hashable, int] = {}
         self._program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
@@ -269,15 +267,6 @@ class Pipeline(PartitionedModule):
         self.reductions.finish()
 
     @contextmanager
-    def profiled(self, profiler: Profiler) -> Iterator[None]:
-        """Let a profiler look at the calls of layers in the training batches inside."""
-        self._profiler = profiler
-        try:
-            yield
-        finally:
-            self._profiler = None
-
-    @contextmanager
     def recorded(self) -> Iterator[list[Event]]:
         """Note when the actions of this rank compute, for `timeline`."""
         events: list[Event] = []
@@ -328,8 +317,7 @@ class Pipeline(PartitionedModule):
         draws = None if transport.shares_generators else self.executor.stages.draws[training]
         streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas, draws)
         undisturbed = len(micro_batches) == 1 and self.synchronous
-        profiler = self._profiler if training else None
-        return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed, profiler)
+        return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed)
 
     @contextmanager
     def running(self, streams: RandomStreams, *, caches: bool = False) -> Iterator[None]:

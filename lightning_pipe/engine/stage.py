@@ -168,7 +168,6 @@ class Stages:
             self.parameter_use,
             self.device,
             self.interceptor.cache,
-            profiler=batch.profiler,
             training=batch.training,
             alone=batch.undisturbed,
             ahead=batch.ahead,

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 Stashed = Mapping[SkipKey, Tensor | None]
 
-Profiler = Callable[[str, int, Callable[..., Any], Any, Any, Stashed], None]
-"""Called before a layer or outside module runs: name, key (negative outside), forward, arguments, skip tensors."""
-
 
 class RunCache:
     """What the runs of one rank keep for later runs.
@@ -82,7 +79,6 @@ class LayerCalls:
         skips: what is stashed and not popped yet.
         surroundings: gives the random streams.
         cache: what earlier runs have kept.
-        profiler: measures layers as they are called; ``None``: no measurement.
         objects: whether other ranks can be shown what layers change in objects that they are given.
 
     Attributes:
@@ -99,7 +95,6 @@ class LayerCalls:
         skips: StepStore,
         surroundings: Surroundings,
         cache: RunCache,
-        profiler: Profiler | None,
         *,
         objects: bool = False,
     ) -> None:
@@ -112,7 +107,7 @@ class LayerCalls:
         # the module that runs where other stages must know what it leaves behind, and what looks at it
         self._running: tuple[str, nn.Module] | None = None
         self._watch: Watch | None = None
-        self._skips, self.surroundings, self.cache, self._profiler = skips, surroundings, cache, profiler
+        self._skips, self.surroundings, self.cache = skips, surroundings, cache
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
@@ -134,8 +129,6 @@ class LayerCalls:
                 referred = tracker.digest.referred(cache.referred(name, module)) if thorough else None
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
-                if self._profiler is not None:
-                    self._profiler(name, key, forward, args, kwargs, skips)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
                 if self._others or self._again:
                     self._running = name, module
@@ -154,10 +147,7 @@ class LayerCalls:
                     result = forward(*args, **kwargs)
                 watch = self._watch
                 if self._again:
-                    if tracker.in_place.changed(parameters, name):
-                        raise changed_in_place(f"a parameter of '{name}'")
-                    for path, attribute in () if watch is None else watch.altered():
-                        raise changed_in_place(f"`{written(name, path, attribute)}`")
+                    _check_unchanged(name, bool(tracker.in_place.changed(parameters, name)), watch)
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
@@ -279,3 +269,17 @@ class LayerCalls:
                 self._skips[key] = stashed[key] = alias
                 self.routed[self.tracker.numbers.give(alias)] = self._stage.routes[key]
         return stashed, popped
+
+
+def _check_unchanged(name: str, parameters: bool, watch: Watch | None) -> None:
+    """Refuse what a layer whose forward pass runs again has changed in place: the second run would find it.
+
+    Args:
+        name: the layer.
+        parameters: whether a parameter has changed.
+        watch: what saw the layer's attributes.
+    """
+    if parameters:
+        raise changed_in_place(f"a parameter of '{name}'")
+    for path, attribute in () if watch is None else watch.altered():
+        raise changed_in_place(f"`{written(name, path, attribute)}`")

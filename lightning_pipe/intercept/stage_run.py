@@ -42,7 +42,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.arrival import Arrival
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
-from lightning_pipe.intercept.layer_calls import LayerCalls, Profiler, RunCache
+from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.objects import ChangedObjectError
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.parameter_use import ParameterUse
@@ -74,7 +74,6 @@ class StageRun:
         parameter_use: the module's parameters and buffers outside layers.
         device: the device that placeholders report.
         cache: what earlier runs have kept.
-        profiler: measures layers as they are called; ``None``: no measurement.
         training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
             stage, where this run then ends.
         alone: whether no other micro-batch is under way, which could read what this one changes.
@@ -96,7 +95,6 @@ class StageRun:
         device: torch.device,
         cache: RunCache,
         *,
-        profiler: Profiler | None = None,
         training: bool = True,
         alone: bool = False,
         ahead: bool = False,
@@ -117,7 +115,7 @@ class StageRun:
         self.tracker.digest.thorough = thorough
         self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers)
-        self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache, profiler)
+        self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache)
 
     @property
     def stage_here(self) -> int | None:

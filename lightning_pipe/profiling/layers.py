@@ -7,7 +7,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,7 +157,7 @@ def settled() -> float:
     return time.perf_counter()
 
 
-def crossing_bytes(args: Any, kwargs: Any) -> int:
+def _crossing_bytes(args: Any, kwargs: Any) -> int:
     """Bytes of the activations among the arguments of a layer."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     # Positions and masks come from the batch, which every rank has.
@@ -179,13 +181,11 @@ class _Bytes:
         self._layer, self._done = 0, False
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
-    def before_layer(self, name: str, key: int, forward: Any, args: Any, kwargs: Any, skips: Any) -> None:
-        """A layer is about to run."""
-        if key < 0:
-            return
-        self._done = self._done or key in self.inputs
-        self._layer = max(self._layer, key)
-        self.inputs.setdefault(key, crossing_bytes(args, kwargs))
+    def before_layer(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """A layer is about to run: a hook of its forward pass."""
+        self._done = self._done or number in self.inputs
+        self._layer = max(self._layer, number)
+        self.inputs.setdefault(number, _crossing_bytes(args, kwargs))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Autograd is about to keep a tensor."""
@@ -198,10 +198,11 @@ class _Bytes:
 def _bytes(pipeline: Pipeline, step: Step, module: nn.Module, part: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """What each layer keeps for its backward pass, and what it hands to the next."""
     found, number = _Bytes(module), len(pipeline.names)
-    with (
-        pipeline.profiled(found.before_layer),
-        torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor),
-    ):
+    with ExitStack() as hooks:
+        for place, (_, called) in enumerate(pipeline.layers):
+            handle = called.register_forward_pre_hook(partial(found.before_layer, place), with_kwargs=True)
+            hooks.callback(handle.remove)
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor))
         _train(pipeline, step, module, part, 0)
     saved = [0.0] * number
     for layer, size in found.kept.values():

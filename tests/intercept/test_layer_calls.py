@@ -21,20 +21,19 @@ NAMES = ("0", "1", "2")
 EARLY = SkipKey(None, "early")
 
 
-def layer_calls(streams: list[Any], routes: dict[SkipKey, int] | None = None, profiler: Any = None) -> LayerCalls:
+def layer_calls(streams: list[Any], routes: dict[SkipKey, int] | None = None) -> LayerCalls:
     @contextmanager
     def isolated(*key: int) -> Iterator[None]:
         streams.append(key)
         yield
 
     stage = StageLayers(0, range(2), NAMES, routes or {})
-    return LayerCalls(stage, tracker(), StepStore(), Surroundings(isolated), run_cache(), profiler)
+    return LayerCalls(stage, tracker(), StepStore(), Surroundings(isolated), run_cache())
 
 
 def test_a_layer_runs_in_its_stream_and_is_recorded() -> None:
     streams: list[Any] = []
-    profiled: list[Any] = []
-    calls = layer_calls(streams, profiler=lambda *call: profiled.append(call[:2]))
+    calls = layer_calls(streams)
     linear, x = nn.Linear(2, 2), torch.ones(1, 2)
 
     def forward(given: Tensor) -> Tensor:
@@ -45,7 +44,6 @@ def test_a_layer_runs_in_its_stream_and_is_recorded() -> None:
         result = calls.run("0", 7, linear, forward, (x,), {})
     assert not calls.surroundings.inside
     assert streams == [(7,)]
-    assert profiled == [("0", 7)]
     [call] = calls.tracker.calls
     assert (call.name, call.numbers, call.differentiable) == ("0", (0,), (True,))
     assert calls.tracker.numbers.of(result) == 0

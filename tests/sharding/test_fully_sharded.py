@@ -97,7 +97,8 @@ def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             strategy: Any = trainer.strategy
             observer.parameters, observer.executor = strategy.sharding.parameters, strategy.pipeline.executor
-            strategy.pipeline._profiler = observer.before_layer
+            for _, layer in strategy.pipeline.layers:
+                layer.register_forward_pre_hook(observer.before_layer)
 
     quiet()
     entry, observer = MODELS["pairs"], WholeParameters()
