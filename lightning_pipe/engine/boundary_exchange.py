@@ -28,9 +28,9 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.intercept.call_record import RunRecord, Value
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.transport.base import Lane, Transport, Words
+from lightning_pipe.transport.base import Arriving, Lane, Transport, Words
 from lightning_pipe.transport.message_layout import MessageLayout
-from lightning_pipe.transport.work import Parts, Work
+from lightning_pipe.transport.work import Work
 
 _AGREED, _CHANGED = 0, 1
 _CONTROL = {"forward": 1, "backward": 2}
@@ -140,7 +140,7 @@ class BoundaryExchange:
     sent: Counter[int] = field(default_factory=Counter)
     _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
     # with the plan by which it was posted: another may be in force by the time it is filled
-    _posted: dict[tuple[str, BoundaryKey], tuple[Parts, BoundaryPlan]] = field(default_factory=dict)
+    _posted: dict[tuple[str, BoundaryKey], tuple[Arriving, BoundaryPlan]] = field(default_factory=dict)
     # the sends of this call, and by number those of earlier ones
     _sending: list[Work] = field(default_factory=list)
     _of_earlier: deque[tuple[int, list[Work]]] = field(default_factory=deque)
@@ -177,9 +177,9 @@ class BoundaryExchange:
 
     def receive(self, key: BoundaryKey, peer: int, signature: Hashable) -> Crossing:
         """Wait for what an earlier stage sent."""
-        parts, plan = self._posted.pop(("forward", key), (None, None))
-        if parts is not None and plan is not None:
-            (word, used, *words), tensors = parts.wait()
+        arriving, plan = self._posted.pop(("forward", key), (None, None))
+        if arriving is not None and plan is not None:
+            (word, used, *words), tensors = arriving()
             gradients = self._returned[peer, key.pipe]
             _end(works for _ in range(min(used, len(gradients))) for works in gradients.popleft())
             if not word & _CHANGED:
@@ -219,7 +219,7 @@ class BoundaryExchange:
         if not plan.gradients:
             transfer.used = plan.all
             return Returned({}, transfer.used)
-        masks, tensors = self._posted.pop(("backward", key))[0].wait()
+        masks, tensors = self._posted.pop(("backward", key))[0]()
         self._used[peer, key.pipe] += 1
         _end(transfer.works)
         # Mostly everything was used: comparing two short lists is cheaper than reading them.

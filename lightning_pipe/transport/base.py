@@ -20,7 +20,7 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.tensor_spec import numbered
 from lightning_pipe.transport.objects import decode, encode
 from lightning_pipe.transport.topology import Topology
-from lightning_pipe.transport.work import DONE, GroupWork, Guarded, Parts, Several, Work
+from lightning_pipe.transport.work import DONE, GroupWork, Guarded, Several, Work
 
 if TYPE_CHECKING:
     from lightning_pipe.transport.failures import FailureBoard
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Direction = Literal["forward", "backward"]
 Reduction = Literal["sum", "max", "min"]
 Words = list[int]
+Arriving = Callable[[], tuple[Words, list[Tensor]]]
+"""Waits for a message under way; returns its control words and tensors."""
 OBJECT_TAGS = 1 << 29
 COLLECTIVE_TAG = OBJECT_TAGS - 1
 """The tag of objects in collectives: members come to those that they share in the same order."""
@@ -152,11 +154,16 @@ class Transport(ABC):
         """
         return (self.send(layout.pack(control if self.inline_control else (), tensors, self.device), peer, lane),)
 
-    def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, control: Callable[[], Words]) -> Parts:
+    def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, control: Callable[[], Words]) -> Arriving:
         """Start to receive what `send_parts` sends; ``control`` gets the words that stay behind."""
         data = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
         work = self.receive(data, peer, lane)
-        return Parts(work, lambda: layout.unpack(data) if self.inline_control else (control(), layout.tensors(data)))
+
+        def arrived() -> tuple[Words, list[Tensor]]:
+            work.wait()
+            return layout.unpack(data) if self.inline_control else (control(), layout.tensors(data))
+
+        return arrived
 
     def send_object(self, obj: object, peer: int, tag: int) -> Work:
         """Start to send any object that pickles; it may be changed at once. The caller keeps what it gets; see `send`.
@@ -282,11 +289,8 @@ class Transport(ABC):
 
     def sum_over_replicas(self, amount: float) -> float:
         """The sum of the amounts of all pipelines, from the processes with the same rank in each."""
-        members = tuple(sorted(self.topology.replica_processes(self.rank)))
-        if len(members) == 1:
-            return amount
-        total = torch.tensor([amount], dtype=torch.float64)
-        self.all_reduce(total, members).wait()
+        total = torch.tensor([amount], dtype=torch.float64, device="cpu")
+        self.all_reduce(total, tuple(sorted(self.topology.replica_processes(self.rank)))).wait()
         return float(total)
 
     def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +22,6 @@ class Work(Protocol):
         Raises:
             CommunicationError: a peer failed, left, or did not answer in time.
         """
-
-
-class Parts(NamedTuple):
-    """A receive of control words and tensors under way, and the function that reads the message once it has come."""
-
-    work: Work
-    read: Callable[[], tuple[list[int], list[Tensor]]]
-
-    def wait(self) -> tuple[list[int], list[Tensor]]:
-        """Wait for the message; returns its control words and tensors."""
-        self.work.wait()
-        return self.read()
 
 
 class Several:
