@@ -132,9 +132,7 @@ class PlanOptions:
                 hint="Lightning starts equally many processes on every node.",
             )
         node_size = processes // self.nodes
-        return Topology.for_schedule(
-            self.ranks, self.replicas, loss_rank, self.rank_order, node_size, self.tensor_parallel_size
-        )
+        return Topology(self.ranks, self.replicas, loss_rank, self.rank_order, node_size, self.tensor_parallel_size)
 
 
 @dataclass(frozen=True)

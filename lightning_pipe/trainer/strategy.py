@@ -52,7 +52,6 @@ from lightning_pipe.trainer.run import PipelineRun
 from lightning_pipe.trainer.stage_division import StageOptions, forget_calls
 from lightning_pipe.trainer.world import World, check_world_size
 from lightning_pipe.transport.arrangement import arrange
-from lightning_pipe.transport.topology import check_rank_order
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """As long as Lightning and torch wait: preparing data on one process counts."""
@@ -183,7 +182,7 @@ class PipeStrategy(ParallelStrategy):
         self._choice: schedule_choice.ScheduleChoice | None = None
         self._divided: DividedModule | None = None
         self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
-        self._backend, self._timeout, self._rank_order = process_group_backend, timeout, check_rank_order(rank_order)
+        self._backend, self._timeout, self._rank_order = process_group_backend, timeout, rank_order
         self._holders: dict[str, tuple[int, ...]] = {}
         self._changed = ExitStack()
 

@@ -43,8 +43,7 @@ def arrange(
     """
     sizes = layout(world_size, pipeline_parallel_size, data_parallel_size, tensor_parallel_size=tensor_parallel_size)
     own = family.placed(sizes.pipeline_parallel_size, None)[1]
-    if stages == "auto":
-        stages = own
+    stages = own if stages == "auto" else stages
     if own < sizes.pipeline_parallel_size:  # replicated stages: fewer than ranks
         return replace(sizes, stages=stages)
     return replace(sizes, stages=layout(sizes.pipeline_parallel_size, stages=stages).stages)
@@ -61,15 +60,9 @@ def topology_of(layout: RunLayout, family: Family, rank_order: RankOrder = "pipe
     """
     with warnings.catch_warnings():  # that one micro-batch is off the family's multiples concerns nobody
         warnings.simplefilter("ignore")
-        probe = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages)
-    return Topology.for_schedule(
-        layout.pipeline_parallel_size,
-        layout.data_parallel_size,
-        loss_rank=probe.loss_ranks[0],
-        rank_order=rank_order,
-        node_size=-(-layout.world_size // hosts),
-        tensor=layout.tensor_parallel_size,
-    )
+        loss_rank = family.build(layout.pipeline_parallel_size, 1, stages=layout.stages).loss_ranks[0]
+    sizes, node_size = (layout.pipeline_parallel_size, layout.data_parallel_size), -(-layout.world_size // hosts)
+    return Topology(*sizes, loss_rank, rank_order, node_size, layout.tensor_parallel_size)
 
 
 def open_transport(topology: Topology, device: torch.device, timeout: timedelta, *, local: bool = True) -> Transport:

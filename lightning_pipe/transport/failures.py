@@ -248,8 +248,7 @@ class FailureBoard:
                 process.
         """
         self.limit = self.limit if stall is None else stall
-        watch, name = self._watch, "lightning-pipe watchdog"
-        self._watchdog = threading.Thread(target=watch, args=(interval, exit_after), name=name, daemon=True)
+        self._watchdog = threading.Thread(target=self._watch, args=(interval, exit_after), name="watchdog", daemon=True)
         self._watchdog.start()
 
     def close(self) -> None:

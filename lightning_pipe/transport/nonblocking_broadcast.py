@@ -51,7 +51,6 @@ class NonBlockingBroadcast:
 
     def flush(self) -> None:
         """Wait until everything has arrived."""
-        while self._sent:
-            for work in self._sent.popleft():
-                work.wait()
-        self._sent.append([])
+        for work in (work for works in self._sent for work in works):
+            work.wait()
+        self._sent = deque([[]])

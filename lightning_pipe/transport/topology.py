@@ -21,8 +21,8 @@ class Topology:
         "pipeline"              0 1 2 3                    4 5 6 7
         "replicas"              0 2 4 6                    1 3 5 7
 
-    Within a pipeline, ``order`` says which pipeline rank each of them is, so that the rank with the loss can be
-    process 0, where loggers, progress bars and the user's prints live.
+    The rank with the loss is the first process of each pipeline, so that process 0 has it, where loggers, progress bars
+    and the user's prints live. Ranks of linear schedules are reversed among the processes.
 
     Two numbers, and only one of them is shown. A *pipeline rank* is a row of the schedule: 0 holds the first stage of
     a linear schedule. A *process* has the global rank that Lightning logs. Plans, timelines, closing lines, errors
@@ -39,7 +39,7 @@ class Topology:
     Args:
         ranks: processes in one pipeline.
         replicas: pipelines side by side (data parallelism).
-        order: the pipeline rank of each process of a pipeline; empty means ``0, 1, …``.
+        loss_rank: the pipeline rank that holds the last stage of pipe 0; -1: the last one.
         rank_order: whose processes have neighbouring numbers: ``"pipeline"``, those of a pipeline, or ``"replicas"``,
             those that hold the same stages.
         node_size: processes on each node; 0: all are on one.
@@ -47,7 +47,7 @@ class Topology:
         tensor_rank: which of them the processes of this topology are.
 
     Example:
-        >>> topology = Topology(ranks=4, replicas=2, order=(3, 2, 1, 0))
+        >>> topology = Topology(ranks=4, replicas=2, loss_rank=3)
         >>> topology.process(replica=1, rank=3)
         4
         >>> topology.locate(4)
@@ -64,50 +64,25 @@ class Topology:
 
     ranks: int
     replicas: int = 1
-    order: tuple[int, ...] = ()
+    loss_rank: int = 0
     rank_order: RankOrder = "pipeline"
     node_size: int = 0
     tensor: int = 1
     tensor_rank: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "order", tuple(self.order) or tuple(range(self.ranks)))
-        check_rank_order(self.rank_order)
+        if self.rank_order not in get_args(RankOrder):
+            raise ConfigurationError(
+                f"rank_order={self.rank_order!r} is not known.",
+                hint='Use "pipeline" (the ranks of a pipeline are neighbours) or "replicas" (those that hold the same '
+                "stages are).",
+            )
 
-    @classmethod
-    def for_schedule(
-        cls,
-        ranks: int,
-        replicas: int = 1,
-        loss_rank: int | None = None,
-        rank_order: RankOrder = "pipeline",
-        node_size: int = 0,
-        tensor: int = 1,
-    ) -> Topology:
-        """Order the ranks so that the one with the loss is the first process of its replica.
-
-        Ranks that are neighbours in the pipeline stay neighbours among the processes.
-
-        Args:
-            ranks: processes in one pipeline.
-            replicas: pipelines side by side.
-            loss_rank: the pipeline rank that holds the last stage of pipe 0; ``None`` means the last rank.
-            rank_order: whose processes have neighbouring numbers.
-            node_size: processes on each node; 0: all are on one.
-            tensor: processes that compute a layer together.
-
-        Returns:
-            The topology: reversed order for linear schedules, plain order where rank 0 has the loss.
-
-        Example:
-            >>> Topology.for_schedule(ranks=4, loss_rank=3).order
-            (3, 2, 1, 0)
-            >>> Topology.for_schedule(ranks=4, loss_rank=0).order
-            (0, 1, 2, 3)
-        """
-        loss_rank = ranks - 1 if loss_rank is None else loss_rank
-        order = tuple((loss_rank - step) % ranks for step in range(ranks)) if loss_rank else ()
-        return cls(ranks, replicas, order, rank_order, node_size, tensor)
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The pipeline rank of each process of a pipeline: neighbours in one are neighbours in the other."""
+        step = -1 if self.loss_rank else 1
+        return tuple((self.loss_rank + step * number) % self.ranks for number in range(self.ranks))
 
     @property
     def world_size(self) -> int:
@@ -183,20 +158,9 @@ class Topology:
         Example:
             >>> Topology(ranks=2, replicas=2).describe(3)
             'rank 3 (replica 1)'
-            >>> Topology(ranks=2, order=(1, 0)).describe(0)
+            >>> Topology(ranks=2, loss_rank=1).describe(0)
             'rank 0'
         """
         places = [f"replica {self.locate(process)[0]}"] * (self.replicas > 1)
         places += [f"tensor rank {process % self.tensor}"] * (self.tensor > 1)
         return f"rank {process} ({', '.join(places)})" if places else f"rank {process}"
-
-
-def check_rank_order(rank_order: RankOrder) -> RankOrder:
-    """The rank order, if it is one."""
-    if rank_order not in get_args(RankOrder):
-        raise ConfigurationError(
-            f"rank_order={rank_order!r} is not known.",
-            hint='Use "pipeline" (the ranks of a pipeline are neighbours) or "replicas" (those that hold the same '
-            "stages are).",
-        )
-    return rank_order

@@ -38,7 +38,7 @@ class Heavy(Sleeper):
 def run(quick: bool) -> list[Finding]:
     """The time of a batch whose sums begin when a stage is done, and of one whose sums begin at its end."""
     options = {"rounds": 3 if quick else 9}
-    topology, findings = Topology.for_schedule(RANKS, REPLICAS), []
+    topology, findings = Topology(RANKS, REPLICAS, loss_rank=-1), []
     for scattered, words in ((False, ""), (True, ' of shard_optimizer="gradients"')):
         both = processes.run_pipeline(measure, topology, timeout=200, scattered=scattered, **options)[0]
         beside, after, alone = (statistics.median(each) for each in zip(*both, strict=True))

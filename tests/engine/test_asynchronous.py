@@ -251,9 +251,7 @@ def test_agreed_messages_take_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("local", slow_but([True, False], True))
 def test_processes(local: bool) -> None:
-    plain, dropped, again = zip(
-        *run_pipeline(_process, Topology.for_schedule(2, loss_rank=1), local=local), strict=True
-    )
+    plain, dropped, again = zip(*run_pipeline(_process, Topology(2, loss_rank=1), local=local), strict=True)
     torch.manual_seed(0)
     assert_same(merged(plain), closed_form(Net(), batches(), 2, pipedream(2), adam, drains=(9,)))
     # random numbers depend on the batch, not on what else is in flight

@@ -112,7 +112,7 @@ def train(
         pipeline.restore()
 
     loss_rank = family.build(ranks, micro_batches).loss_ranks[0]
-    record(Topology.for_schedule(ranks, loss_rank=loss_rank), body)
+    record(Topology(ranks, loss_rank=loss_rank), body)
     for number in range(BATCHES):
         parts = batch_of(number, rows(number)).tensor_split(micro_batches)
         losses = [step(whole, part, number, index) for index, part in enumerate(parts)]

@@ -63,7 +63,7 @@ EXPLORABLE = [family for family in families(synchronous=True) if family.name != 
 
 def topology_of(family: Family, ranks: int, stages: int, replicas: int = 1) -> Topology:
     loss_rank = family.build(ranks, 2 * ranks, stages=stages).loss_ranks[0]
-    return Topology.for_schedule(ranks, replicas, loss_rank=loss_rank)
+    return Topology(ranks, replicas, loss_rank=loss_rank)
 
 
 def trained(entry: Entry, point: Point) -> Recorded:
@@ -299,7 +299,7 @@ def test_a_rank_that_fails_issues_nothing_more() -> None:
         for number in range(2):  # noqa: B007 - the step reads it
             train(pipeline, step)
 
-    topology = Topology.for_schedule(2)
+    topology = Topology(2, loss_rank=-1)
     with pytest.raises(RuntimeError, match="planted"):
         recorded_into(recorded, topology, body)
     failed = topology.process(0, 1)

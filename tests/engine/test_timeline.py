@@ -42,7 +42,7 @@ def timeline_and_plan(transport: Transport, schedule: str) -> tuple[tuple[str, .
     ],
 )
 def test_plan_and_timeline_agree(schedule: str, rows: tuple[str, ...]) -> None:
-    topology = Topology.for_schedule(2, 1, schedules.get(schedule).build(2, 2).loss_ranks[0])
+    topology = Topology(2, 1, schedules.get(schedule).build(2, 2).loss_ranks[0])
     for names, planned in run_threads(thread_world(topology), partial(timeline_and_plan, schedule=schedule)):
         assert names == rows
         for stage, ranks in planned:

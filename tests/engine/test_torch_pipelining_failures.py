@@ -43,7 +43,7 @@ def over_threads(
 ) -> list[Any]:
     """Runs ``body(pipeline, module)`` on every rank; results in the order of the pipeline's ranks."""
     family = schedules.get(schedule)
-    topology = Topology.for_schedule(stages // family.stages_per_rank)
+    topology = Topology(stages // family.stages_per_rank, loss_rank=-1)
     world = thread_world(topology, timeout=timedelta(seconds=20))
     modules = [entry.build() for _ in world]
 

@@ -397,7 +397,7 @@ def test_what_programs_draw_does_not_depend_on_the_ranks(options: dict[str, Any]
     expected = curves(transport)
     assert curves(transport, stages=2) == {name: pytest.approx(losses, rel=1e-6) for name, losses in expected.items()}
     options = {"stages": 2} | options
-    found = processes.run_pipeline(curves, Topology.for_schedule(2, loss_rank=1), **options)[0]  # it has the losses
+    found = processes.run_pipeline(curves, Topology(2, loss_rank=1), **options)[0]  # it has the losses
     assert found == {name: pytest.approx(losses, rel=1e-6) for name, losses in expected.items()}
 
 

@@ -62,7 +62,7 @@ def train(schedule: str, replicas: int) -> list[dict[str, Tensor]]:
         return {name: buffer.clone() for name, buffer in mine.named_buffers() if name in held}
 
     loss_rank = schedules.get(schedule).build(2, 2).loss_ranks[0]
-    return run_threads(thread_world(Topology.for_schedule(2, replicas, loss_rank)), body, timeout=30)
+    return run_threads(thread_world(Topology(2, replicas, loss_rank)), body, timeout=30)
 
 
 def assert_equal_copies(results: list[dict[str, Tensor]], copies: int) -> None:

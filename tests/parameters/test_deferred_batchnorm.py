@@ -261,7 +261,7 @@ def train(run: Run, batches: list[Tensor], net: nn.Module) -> list[dict[str, Ten
         pipeline.restore()
         return mine.state_dict()
 
-    topology = Topology.for_schedule(run.ranks, run.replicas, loss_rank=loss_rank)
+    topology = Topology(run.ranks, run.replicas, loss_rank=loss_rank)
     return run_threads(thread_world(topology), body, timeout=30)
 
 

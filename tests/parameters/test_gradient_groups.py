@@ -145,7 +145,7 @@ def test_every_schedule_rounds_sums_in_bfloat16_as_said(
 ) -> None:
     """Stages that have two ranks, replicas, and batches in flight; weights stay as they are."""
     family, net = schedules.get(schedule), Net(depth=4)
-    topology = Topology.for_schedule(2, 2, loss_rank=family.build(2, 4).loss_ranks[0])
+    topology = Topology(2, 2, loss_rank=family.build(2, 4).loss_ranks[0])
     nets = [copy.deepcopy(net) for _ in range(topology.world_size)]
     names = {id(parameter): name for each in nets for name, parameter in each.named_parameters()}
     own: list[dict[str, list[Tensor]]] = [{name: [] for name, _ in net.named_parameters()} for _ in nets]

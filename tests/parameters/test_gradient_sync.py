@@ -133,7 +133,7 @@ def test_the_reduction_runs_while_the_caller_goes_on() -> None:
         reducer.finish()
         return bool((weight.grad == 2).all())
 
-    assert run_threads(thread_world(Topology(2, order=(1, 0))), fn) == [True, True]
+    assert run_threads(thread_world(Topology(2, loss_rank=1)), fn) == [True, True]
 
 
 def test_frozen_parameters_take_no_part_and_may_thaw() -> None:

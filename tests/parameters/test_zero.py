@@ -63,7 +63,7 @@ def train(schedule: str, ranks: int, replicas: int, sharded: Sharding) -> list[t
         return state_of(mine), own, whole
 
     loss_rank = schedules.get(schedule).build(ranks, 4).loss_ranks[0]
-    return run_threads(thread_world(Topology.for_schedule(ranks, replicas, loss_rank=loss_rank)), body, timeout=30)
+    return run_threads(thread_world(Topology(ranks, replicas, loss_rank=loss_rank)), body, timeout=30)
 
 
 def elements(optimizer: torch.optim.Optimizer) -> int:

@@ -289,7 +289,7 @@ def pipelined(
     """Train over threads; after ``drains`` batches the pipeline is emptied and evaluates. Ends with ``finish``."""
     count = stages or len(getattr(family, "replicas", None) or range(ranks))
     loss_rank = family.build(ranks, 4 * ranks, stages=count).loss_ranks[0]
-    world = thread_world(Topology.for_schedule(ranks, replicas, loss_rank), timeout=timedelta(seconds=20))
+    world = thread_world(Topology(ranks, replicas, loss_rank), timeout=timedelta(seconds=20))
     modules = [copy.deepcopy(model) for _ in world]
     results = run_threads(
         world,

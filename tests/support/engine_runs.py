@@ -94,7 +94,7 @@ def pipelined(
     family = schedules.get(schedule)
     total = stages or ranks * family.stages_per_rank
     loss_rank = family.build(ranks, 2 * ranks, stages=total).loss_ranks[0]
-    world = thread_world(Topology.for_schedule(ranks, loss_rank=loss_rank), timeout=timedelta(seconds=20))
+    world = thread_world(Topology(ranks, loss_rank=loss_rank), timeout=timedelta(seconds=20))
 
     def body(transport: ThreadTransport) -> tuple[Outcome, Pipeline]:
         module = copy.deepcopy(model)

@@ -70,7 +70,7 @@ class Point:
         """The processes of all pipelines."""
         ranks = self.pipeline_ranks
         loss_rank = schedules.get(self.schedule).build(ranks, 2 * ranks, stages=self.stages).loss_ranks[0]
-        return Topology.for_schedule(ranks, self.replicas, loss_rank=loss_rank)
+        return Topology(ranks, self.replicas, loss_rank=loss_rank)
 
     def __str__(self) -> str:
         extra = "-".join(

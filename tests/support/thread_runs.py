@@ -45,7 +45,7 @@ def trained(
         The loss of every batch, what is trained, and the most versions of its weights that each rank has held.
     """
     loss_rank = family.build(ranks, 4 * max(ranks, len(batches[0]))).loss_ranks[0]
-    world = thread_world(Topology.for_schedule(ranks, loss_rank=loss_rank), timeout=timedelta(seconds=300))
+    world = thread_world(Topology(ranks, loss_rank=loss_rank), timeout=timedelta(seconds=300))
     nets = [copy.deepcopy(net) for _ in world]
 
     def train(transport: Transport) -> tuple[list[float], int, int]:

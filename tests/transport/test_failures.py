@@ -105,7 +105,7 @@ def train(transport: Transport, fault: str, at: int) -> None:
 
 
 def run(fault: str, at: int, ranks: int = 4, group_timeout: float = 30.0, **kwargs: Any) -> list[processes.Outcome]:
-    topology = Topology.for_schedule(ranks)
+    topology = Topology(ranks, loss_rank=-1)
     return processes.pipeline_outcomes(
         guarded, topology, group_timeout=group_timeout, timeout=40, fault=fault, at=at, **kwargs
     )
@@ -115,7 +115,7 @@ def run(fault: str, at: int, ranks: int = 4, group_timeout: float = 30.0, **kwar
 def test_a_rank_that_raises_takes_the_others_down_with_its_traceback(at: int, watch: bool) -> None:
     ended = run("raise", at, watch=watch)
     assert max(outcome.seconds for outcome in ended) < 10
-    topology = Topology.for_schedule(4)
+    topology = Topology(4, loss_rank=-1)
     for outcome in ended:
         if outcome.process == topology.process(0, at):
             assert isinstance(outcome.error, ValueError)
@@ -137,7 +137,7 @@ def test_a_rank_that_is_killed_takes_the_others_down(at: int) -> None:
     # With the reversed order process 0, which serves the store, is the last row of the schedule.
     ended = run("exit", at)
     assert max(outcome.seconds for outcome in ended) < 10
-    dead = Topology.for_schedule(4).process(0, at)
+    dead = Topology(4, loss_rank=-1).process(0, at)
     for outcome in ended:
         expected = processes.ProcessDiedError if outcome.process == dead else CommunicationError
         assert isinstance(outcome.error, expected), outcome.trace
@@ -146,7 +146,7 @@ def test_a_rank_that_is_killed_takes_the_others_down(at: int) -> None:
 def test_a_hang_ends_at_the_timeout_and_every_rank_says_where_it_stands() -> None:
     ended = run("hang", 1, ranks=3, group_timeout=5.0)
     assert max(outcome.seconds for outcome in ended) < 13
-    topology = Topology.for_schedule(3)
+    topology = Topology(3, loss_rank=-1)
     stood = r"has not come on since \d\d:\d\d:\d\d, \d+ s ago: "
     places = {
         0: r"batch 4; waits to finish all-reduce",
@@ -166,7 +166,7 @@ def test_a_hang_ends_at_the_timeout_and_every_rank_says_where_it_stands() -> Non
 
 
 def test_a_layer_that_raises_takes_the_engine_down_everywhere() -> None:
-    topology = Topology.for_schedule(3)
+    topology = Topology(3, loss_rank=-1)
     ended = processes.pipeline_outcomes(train, topology, timeout=40, group_timeout=30.0, fault="raise", at=1)
     assert max(outcome.seconds for outcome in ended) < 10
     assert isinstance(ended[topology.process(0, 1)].error, ValueError)
@@ -178,7 +178,7 @@ def test_a_layer_that_raises_takes_the_engine_down_everywhere() -> None:
 
 
 def test_a_layer_that_hangs_is_found_in_the_schedule() -> None:
-    topology = Topology.for_schedule(3)
+    topology = Topology(3, loss_rank=-1)
     ended = processes.pipeline_outcomes(train, topology, timeout=40, group_timeout=4.0, fault="hang", at=1)
     assert max(outcome.seconds for outcome in ended) < 15
     printed = [ended[topology.process(0, rank)].output for rank in (0, 1, 2)]

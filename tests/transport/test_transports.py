@@ -37,7 +37,7 @@ def places(transport: Transport) -> tuple[int, int, int]:
 
 
 def test_every_process_knows_its_place(run: Run) -> None:
-    assert run(places, Topology.for_schedule(2, 2)) == [(0, 0, 1), (1, 0, 0), (2, 1, 1), (3, 1, 0)]
+    assert run(places, Topology(2, 2, loss_rank=-1)) == [(0, 0, 1), (1, 0, 0), (2, 1, 1), (3, 1, 0)]
 
 
 def ring(transport: Transport) -> tuple[list[int], list[int]]:
@@ -54,7 +54,7 @@ def ring(transport: Transport) -> tuple[list[int], list[int]]:
 
 def test_messages_go_to_ranks_of_the_own_replica(run: Run) -> None:
     # Processes 0, 1 are ranks 1, 0 of replica 0; processes 2, 3 those of replica 1.
-    results = run(ring, Topology.for_schedule(2, 2))
+    results = run(ring, Topology(2, 2, loss_rank=-1))
     assert results == [([peer] * 5, [100 + peer] * 5) for peer in (1, 0, 3, 2)]
 
 
