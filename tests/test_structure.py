@@ -19,7 +19,7 @@ LONGER = {"lightning_pipe.trainer.strategy": 595}
 BUDGET = {
     "intercept": 7540,
     "trainer": 7320,
-    "engine": 4245,
+    "engine": 4235,
     "schedules": 3310,
     "planning": 2460,
     "transport": 2170,

@@ -8,14 +8,12 @@ What happens, and where::
                                the batch runs through the pipeline, as every later one does
 
 Nothing has to move: every rank has had every value, and optimizers refer to the same parameters before and after.
-A module that no process has built whole is divided by a guess. If its first batch shows another order, the run ends.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,17 +21,14 @@ import torch
 from lightning_pipe.engine.batch import Batch, StepFunction
 from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, parameters_kept, put_back
 from lightning_pipe.partition import Layers
-from lightning_pipe.partition.calls import Call, merged, recorded
+from lightning_pipe.partition.calls import Call, recorded
 
 if TYPE_CHECKING:
     from lightning_pipe.engine.pipeline import Pipeline
 
 
 def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: bool, seed: int) -> list[Call]:
-    """Run a step once, and see what it calls. Nothing else comes of it.
-
-    A whole module runs on this rank alone. Of a module that is divided by a guess the ranks take turns, so that the
-    order of the calls does not matter: then this is collective over the pipeline.
+    """Run a step once, on this rank alone, and see what it calls. Nothing else comes of it.
 
     Args:
         pipeline: the module.
@@ -42,22 +37,19 @@ def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: 
         training: whether it is a training step.
         seed: the seed of its random streams.
     """
-    stages, module, whole = pipeline.executor.stages, pipeline.module, pipeline.whole
+    stages, module = pipeline.executor.stages, pipeline.module
     batch = pipeline.evaluation_batch(step, [micro_batch], seed)
     with (
         recorded(module) as calls,
-        pipeline.running(batch.streams, caches=not whole),
+        pipeline.running(batch.streams),
         leaving_no_trace(),
         put_back(stages),
         parameters_kept(module.modules()),
-        torch.set_grad_enabled(whole and training),  # a step may ask for derivatives
+        torch.set_grad_enabled(training),  # a step may ask for derivatives
     ):
-        if whole:
-            stages.trial(len(pipeline.balance) - 1, 0, batch, None)
-        else:
-            pipeline.turns.run(batch)
+        stages.trial(len(pipeline.balance) - 1, 0, batch, None)
     gc.collect()  # a graph that is left would refer to parameters, and such parameters cannot be freed in place
-    return calls if whole else reduce(merged, pipeline.transport.all_gather_object(calls, pipeline.pipeline_members))
+    return calls
 
 
 def divide(

@@ -237,16 +237,6 @@ def in_words(calls: Sequence[Call], most: int = 12) -> str:
     return ", ".join(shown if len(shown) <= most else [*shown[: most - 1], "…", shown[-1]])
 
 
-def merged(one: Sequence[Call], other: Sequence[Call]) -> list[Call]:
-    """The calls of one run that two ranks have recorded: inside a module those of the rank that computed it."""
-    if len(one) != len(other):
-        return [*one] if len(one) > len(other) else [*other]
-    return [
-        Call(mine.name, max(mine.work, theirs.work), merged(mine.calls, theirs.calls))
-        for mine, theirs in zip(one, other, strict=True)
-    ]
-
-
 def top(calls: Sequence[Call]) -> list[Call]:
     """The calls that the step itself makes; those of the module's ``forward`` if it calls the module."""
     return [part for call in calls for part in (call.calls if not call.name else [call])]

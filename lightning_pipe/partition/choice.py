@@ -49,14 +49,12 @@ class Chosen(NamedTuple):
         order: the numbers of the layers in the order of all calls, in which a step may come back to them; empty: it
             is not known.
         opened: modules, and the layers that they call in turn.
-        guessed: whether the order is that of registration, which no run has shown.
     """
 
     layers: Layers
     work: list[float] = []  # noqa: RUF012 - nobody changes it
     order: list[int] = []  # noqa: RUF012
     opened: list[tuple[str, nn.Module, list[str]]] = []  # noqa: RUF012
-    guessed: bool = False
 
     def passes(self, counts: Sequence[int]) -> int:
         """How often the step runs from an earlier to a later stage.

@@ -155,7 +155,6 @@ class DividedModule:
         zero = options.shard_optimizer in (True, "gradients")
         chosen_by = () if self._choice is None else (f"schedule chosen: {self._choice.reason}",)
         report = Report(module, pipeline, world.layout, (*notes, *chosen_by), costs, built, options.shard_optimizer)
-        known = chosen is not None and not chosen.guessed
-        late = None if known else partial(own.by_first_batch, pipeline)
+        late = partial(own.by_first_batch, pipeline) if chosen is None else None
         self.run = PipelineRun(module, pipeline, world, self._splitting, report, zero, self._seed, late)
         self._known = names_of(module, options.layers)

@@ -108,11 +108,6 @@ class ModelSharding:
             pipeline.synchronize()
             return
         check(module, pipeline)
-        if run.waits_for_batch:
-            raise ConfigurationError(
-                f"{WHAT} are divided before the first batch, which is to show the layers of {type(module).__name__}.",
-                hint="Name the list that has them: PipeStrategy(layers='layers').",
-            )
         check_memory(module)
         names = dict(module.named_parameters(remove_duplicate=False))
         self._undo = pipeline.synchronize(None if own else self._division(module, pipeline.layers))

@@ -65,8 +65,7 @@ class PipelineRun:
         report: tells the user about the training.
         divides_optimizers: whether the holders of a parameter divide its update, or each updates all it holds.
         seed: from which all random streams derive.
-        late: divides a module that is whole on all ranks by what its first batch calls, or checks a guess; ``None``:
-            the layers are known.
+        late: divides a module that is whole on all ranks by what its first batch calls; ``None``: it is divided.
 
     Attributes:
         gradients: of the training batches.
@@ -83,7 +82,7 @@ class PipelineRun:
         report: Report,
         divides_optimizers: bool,
         seed: int,
-        late: Callable[[str, list[Call]], Division | None] | None,
+        late: Callable[[str, list[Call]], Division] | None,
     ) -> None:
         self.pipeline, self._late = pipeline, late
         self.report = report
@@ -179,29 +178,28 @@ class PipelineRun:
             args: its arguments; the first one is the batch, on this device.
 
         Raises:
-            PartitionError: a module that cannot be divided anew calls its layers in another order than was guessed.
+            PartitionError: it calls fewer layers than there are stages.
             Exception: what the step raises.
         """
         late, self._late = self._late, None
         if late is None:
             return
         division = late(name, self._world.broadcast(self._look(name, args), 0))
-        if division is not None:
-            self.end()
-            self.report.notes += division.notes
-            self.report.costs, self.report.built = division.costs, division.built
-            self.begin()
+        self.end()
+        self.report.notes += division.notes
+        self.report.costs, self.report.built = division.costs, division.built
+        self.begin()
 
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:
-        """What a step calls, on process 0 at least."""
+        """What a step calls, on process 0."""
         assert self._step is not None
-        batch, seed, whole = args[0], mix(self._seed, _TRAINING, 0), self.pipeline.whole
+        batch, seed = args[0], mix(self._seed, _TRAINING, 0)
         parts = MicroBatches([batch], [1], [1.0])
         with suppress(ConfigurationError):  # how to cut it is not clear: the batch itself will say so
             parts = self._splitter.split(batch) if name == "training_step" else parts
-        if whole and self._world.transport.process > 0:
+        if self._world.transport.process > 0:
             return []
-        with naming_suspects(batch, parts), self._step.running(turns=not whole):
+        with naming_suspects(batch, parts), self._step.running():
             step = StepOfBatch(self._step, name, args[1:], parts)
             return look(self.pipeline, step, parts.parts[0], training=name == "training_step", seed=seed)
 

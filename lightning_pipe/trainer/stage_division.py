@@ -28,7 +28,7 @@ from lightning_pipe.partition import (
     known_layers,
     layer_costs,
 )
-from lightning_pipe.partition.calls import Call, CallStore, in_order, in_words, of_step, top, work_of
+from lightning_pipe.partition.calls import Call, CallStore, of_step, work_of
 from lightning_pipe.partition.choice import MOST_PASSES, Chosen, choose, line, serves
 from lightning_pipe.planning.prediction import stage_costs
 from lightning_pipe.planning.profile_store import ProfileStore
@@ -140,10 +140,10 @@ class StageDivision:
         if calls is not None:
             self.calls.used = True
             return self._choose(calls)
-        return Chosen(clear or find_layers(module, None, self.world.layout.stages), guessed=not clear)
+        return Chosen(clear or find_layers(module, None, self.world.layout.stages))
 
-    def by_first_batch(self, pipeline: Pipeline, step: str, calls: list[Call]) -> Division | None:
-        """Divide a module that is whole on all ranks by what its first batch has called; else check a guess.
+    def by_first_batch(self, pipeline: Pipeline, step: str, calls: list[Call]) -> Division:
+        """Divide a module that is whole on all ranks by what its first batch has called.
 
         Args:
             pipeline: the module over the ranks.
@@ -151,21 +151,11 @@ class StageDivision:
             calls: what it has called.
 
         Raises:
-            PartitionError: a module that is divided calls its layers in another order than was guessed.
+            PartitionError: it has called fewer layers than there are stages.
         """
         if self.world.transport.process == 0:
             self.calls.save(step, calls)
-        if pipeline.whole:
-            return self.divide(self._choose(calls), whole=pipeline)
-        if in_order(calls, pipeline.names):
-            return None
-        found = self._choose(calls)
-        raise PartitionError(
-            f"{type(self.module).__name__} calls its modules in this order: {in_words(top(calls))}. It has been "
-            "divided in the order of registration, and no process has all of it, to divide it anew.",
-            hint="Run it again: the order is stored by now. "
-            f"Or say it: PipeStrategy({line(self.module, found.layers)}).",
-        )
+        return self.divide(self._choose(calls), whole=pipeline)
 
     def _choose(self, calls: Sequence[Call]) -> Chosen:
         """The layers of a module of which it is known what its step calls.
