@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -82,11 +84,13 @@ class WholeParameters:
         self.parameters: Any = None
         self.executor: Any = None
 
-    def before_layer(self, *call: Any) -> None:
+    def forward(self, forward: Callable[..., Any], *args: Any) -> Any:
+        """Stands before the forward pass of each layer."""
         action = self.executor.exchange.transport.board.position
         # torch lets a whole parameter live on, and frees its memory
         found = sum(p.untyped_storage().nbytes() for p in self.parameters._whole())
         self.bytes.setdefault((action.stage, action.micro_batch), found)
+        return forward(*args)
 
 
 def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
@@ -98,7 +102,7 @@ def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
             strategy: Any = trainer.strategy
             observer.parameters, observer.executor = strategy.sharding.parameters, strategy.pipeline.executor
             for _, layer in strategy.pipeline.layers:
-                layer.register_forward_pre_hook(observer.before_layer)
+                layer.forward = partial(observer.forward, layer.forward)
 
     quiet()
     entry, observer = MODELS["pairs"], WholeParameters()
