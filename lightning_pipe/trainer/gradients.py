@@ -27,6 +27,8 @@ _NO_GRADIENTS = (
     "Optimizers of torch leave such parameters out: `if weight.grad is None: continue`."
 )
 
+_ZEROING = ("on_before_zero_grad", "optimizer_zero_grad")
+
 
 def not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters that ``BaseFinetuning`` adds to an optimizer.
@@ -56,12 +58,17 @@ class Gradients:
         self._shards: OptimizerShards | None = None
         self._accumulated = False
         self._holders_known = pipeline.ownership.users_known
+        self._seen_old = False  # whether a hook may look at gradients that are about to be zeroed
         self._absent: AbsentGradients | None = None
         self._changed = ExitStack()
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Show hooks the gradients of all ranks, and refuse optimizers that join those of several parameters."""
         several = len(self._pipeline.pipeline_members) > 1
+        callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        self._seen_old = any(is_overridden(hook, self._module) for hook in _ZEROING) or any(
+            is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in callbacks
+        )
         others = staticmethod(not_in_optimizer)
         self._changed.enter_context(replaced(BaseFinetuning, "filter_on_optimizer", others, gated=False))
         # an asynchronous schedule has gradients of different batches on different ranks
@@ -118,12 +125,8 @@ class Gradients:
         """Free the gradients that Lightning is about to zero, unless a hook may look at them first."""
         trainer: Any = self._module.trainer
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        hooks = ("on_before_zero_grad", "optimizer_zero_grad")
-        watched = any(is_overridden(hook, self._module) for hook in hooks) or any(
-            is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in trainer.callbacks
-        )
         # a callback that renews batch norm's statistics (SWA) has neither gradients zeroed nor a backward pass run
-        if first and not watched and not trainer.fit_loop._skip_backward:
+        if first and not self._seen_old and not trainer.fit_loop._skip_backward:
             with DisableTorchFunctionSubclass():  # several times as fast as the optimizer's own zero_grad
                 for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     for parameter in group["params"]:

@@ -96,6 +96,7 @@ class PipelineRun:
         self._seeds = {use: map(partial(mix, seed, use, replica), count()) for use in (_EVALUATION, _TRANSFER)}
         self._step: UserStep | None = None
         self._evaluations: Evaluations | None = None
+        self._transforms = False  # whether user code changes batches on the device
         self._changed = ExitStack()
 
     # ------------------------------------------------------------------ beginning and end
@@ -104,6 +105,8 @@ class PipelineRun:
         """Take over what must not stay changed when the run is over."""
         trainer: Any = self._module.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
+        owners = [each for each in (self._module, trainer.datamodule) if each is not None]
+        self._transforms = any(is_overridden(hook, owner) for hook in _TRANSFORMS for owner in owners)
         self._changed.enter_context(deciding_together(trainer.precision_plugin, self.pipeline))
         if fitting:
             self._changed.enter_context(self.loaders.order.kept())
@@ -275,9 +278,7 @@ class PipelineRun:
     @contextmanager
     def transfer(self) -> Generator[None, None, None]:
         """Around the user's transforms on the device, which must draw the same numbers on all ranks of a pipeline."""
-        trainer: Any = self._module.trainer
-        owners = [each for each in (self._module, trainer.datamodule) if each is not None]
-        if not any(is_overridden(hook, owner) for hook in _TRANSFORMS for owner in owners):
+        if not self._transforms:
             yield
             return
         streams = RandomStreams(next(self._seeds[_TRANSFER]), self.pipeline.transport.device)

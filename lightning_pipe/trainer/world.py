@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -139,7 +140,7 @@ class World:
         """All processes."""
         return self.transport.topology.everyone
 
-    @property
+    @cached_property
     def replica_members(self) -> tuple[int, ...]:
         """The processes with the same rank in all pipelines."""
         return tuple(sorted(self.transport.topology.replica_processes(self.transport.rank)))
