@@ -1,8 +1,8 @@
 """One loader per replica: a rank with the last stage loads, and sends its batches to the other ranks of its pipeline.
 
 Every batch is loaded once. Shuffling, random augmentation and worker processes are as they are on one device, whatever
-the seeds of the ranks. The loading rank sends the states of the global random generators that loading has changed, and
-the other ranks take them over.
+the seeds of the ranks. The loading rank sends the states of the global random generators that have changed since its
+last message, and the other ranks take them over.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.torch_internals import tree_map
 from lightning_pipe.transport.base import Transport
 
-_OWN = frozenset({"loader", "_transport", "_source", "_share", "_length", "compare"})
+_OWN = frozenset({"loader", "_transport", "_source", "_share", "_length", "_states", "compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
 _END = object()
@@ -53,7 +53,7 @@ class SharedDataLoader:
     compare: Callable[[int, bool], None] | None = None
 
     def __init__(self, loader: Any, transport: Transport, source: int, share: Callable[[Any], Any]) -> None:
-        vars(self).update(loader=loader, _transport=transport, _source=source, _share=share)
+        vars(self).update(loader=loader, _transport=transport, _source=source, _share=share, _states={})
         vars(self)["_length"] = self.share(sized_len(loader) if self.loads else None)
         # Lightning saves the loaders that have these methods by a Protocol, which does not ask __getattr__ from Python
         # 3.12 on.
@@ -100,8 +100,7 @@ class SharedDataLoader:
         return batch, "batch", batch, indices
 
     def _send(self, load: Callable[[], tuple[Any, ...]]) -> Any:
-        """Send what some code loads, or its error, with the random states that it changes; returns the first item."""
-        before = _random_states()
+        """Send what some code loads, or its error, with the random states that are new; returns the first item."""
         try:
             result, *message = load()
         except Exception as error:
@@ -109,8 +108,8 @@ class SharedDataLoader:
             with suppress(CommunicationError):  # the loader's own error is what counts
                 self.share(("error", text, None, None))
             raise
-        changed = {name: state for name, state in _random_states().items() if not same_content(state, before[name])}
-        self.share((*message, changed))
+        before, vars(self)["_states"] = self._states, _random_states()
+        self.share((*message, {k: v for k, v in self._states.items() if not same_content(v, before.get(k))}))
         return result
 
     def _follow(self) -> Iterator[Any]:
