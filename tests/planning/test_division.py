@@ -21,13 +21,14 @@ from lightning_pipe.simulate import Link
 from tests.planning.test_search import MIB
 from tests.planning.test_search import profile as profile_of
 from tests.support.held_bytes import POINTS, RANKS, Llama, planned, train
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("replicas", "tensor", "sharding"),
-    [pytest.param(*point, marks=[pytest.mark.slow] * (point[:2] == (2, 2))) for point in POINTS],
+    slow_but(POINTS, (2, 1, "parameters"), (1, 2, False)),
 )
 def test_each_process_has_what_the_plan_says(replicas: int, tensor: int, sharding: Sharding) -> None:
     """Parameters, gradients and optimizer state, to the byte, in three dimensions."""

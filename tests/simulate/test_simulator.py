@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 
 import pytest
 
@@ -13,7 +14,8 @@ from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.simulate import Costs, Timeline, simulate
 from tests.support.pairs import pairs
 
-SIZES = [(ranks, micro_batches) for ranks in range(1, 17) for micro_batches in range(1, 17)]
+SIZES = list(product((1, 2, 3, 4, 7, 16), repeat=2))
+"""Ranks and micro-batches."""
 COSTS = [Costs(1, 2), Costs(Fraction(2, 3), Fraction(7, 5))]
 
 
@@ -34,7 +36,7 @@ def test_bubble_of_naive_model_parallelism() -> None:
 def test_bubble_time_of_interleaved(virtual_stages: int, forward: int, backward: int) -> None:
     """Megatron-LM, section 2.2: a fraction of the ideal time, not of the whole."""
     costs = Costs(Fraction(forward, virtual_stages), Fraction(backward, virtual_stages))
-    for ranks in range(1, 17):
+    for ranks in (1, 2, 3, 4, 8, 16):
         for micro_batches in range(ranks, 17, ranks):
             timeline = simulate(Interleaved(virtual_stages).build(ranks, micro_batches), costs)
             ideal = micro_batches * (forward + backward)
@@ -51,7 +53,7 @@ def test_activations_in_flight() -> None:
 
 @pytest.mark.parametrize("virtual_stages", [2, 3, 4])
 def test_activations_in_flight_of_interleaved(virtual_stages: int) -> None:
-    for ranks in range(1, 9):
+    for ranks in (1, 2, 3, 4, 8):
         for micro_batches in range(ranks, 17, ranks):
             timeline = simulate(Interleaved(virtual_stages).build(ranks, micro_batches))
             whole = micro_batches * virtual_stages
@@ -61,8 +63,8 @@ def test_activations_in_flight_of_interleaved(virtual_stages: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*has no order of its own")
 def test_interleaved_off_its_multiples_is_no_worse_than_1f1b() -> None:
-    for ranks in (2, 3, 4, 6, 8):
-        for micro_batches in range(1, 18):
+    for ranks in (2, 3, 4, 8):
+        for micro_batches in (1, 2, 3, 5, 7, 9, 13, 17):
             interleaved = simulate(Interleaved(2).build(ranks, micro_batches), Costs(Fraction(1, 2), 1))
             plain = simulate(OneFOneB().build(ranks, micro_batches), Costs(1, 2))
             assert interleaved.makespan <= plain.makespan
