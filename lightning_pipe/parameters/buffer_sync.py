@@ -20,7 +20,8 @@ class BufferSync:
     ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batch shows which buffers change. Batch
     norm is left out: it has an option of its own.
 
-    A buffer changes once for every micro-batch, and on one device once for the batch: a warning says so.
+    A buffer changes once for every micro-batch, and on one device once for the batch: a warning says so. Several stages
+    or pipes do not have one in common: a layer whose buffers change there raises an error at its call.
 
     Args:
         module: the user's module.
@@ -45,13 +46,8 @@ class BufferSync:
         """Before the first batch."""
         self._before = _states(self._module)
 
-    def agree(self, copies: Callable[[str], int], micro_batches: int) -> None:
-        """After it. Collective.
-
-        Args:
-            copies: ``copies(name)``: how many ranks of one pipeline hold a buffer.
-            micro_batches: of the batch.
-        """
+    def agree(self, micro_batches: int) -> None:
+        """After it, with its number of micro-batches. Collective."""
         changed = list(_changed(self._module, self._before))
         self._before = {}
         # A rank sees the changes of its own layers alone.
@@ -59,15 +55,7 @@ class BufferSync:
         gathered = self._transport.all_gather_object(changed, everyone)
         found = sorted({name for theirs in gathered for name in theirs})
         self._changing = [name for name in found if self._is_shared(name)]
-        copied = [name for name in self._changing if copies(name) > 1]
-        if copied and self._transport.process == self._members(copied[0])[0]:
-            warnings.warn(
-                f"'{copied[0]}' ({len(copied)} such buffers) changes in forward passes, and the schedule keeps copies "
-                "of its layer on several ranks, each of which sees a part of the micro-batches: the copies are set to "
-                "the values of the first one after every batch. On one device the buffer would see all micro-batches.",
-                stacklevel=2,
-            )
-        elif found and micro_batches > 1 and self._transport.process == 0:
+        if found and micro_batches > 1 and self._transport.process == 0:
             warnings.warn(
                 f"'{found[0]}' ({len(found)} such buffers) is changed by forward passes: {micro_batches} times in a "
                 "batch, with a micro-batch each, where one device changes it once, with the whole batch. Sums and "

@@ -72,7 +72,6 @@ def assert_equal_copies(results: list[dict[str, Tensor]], copies: int) -> None:
         assert all(torch.equal(value, values[0]) for value in values), name
 
 
-@pytest.mark.filterwarnings("error:.*changes in forward passes")
 def test_replicas_have_the_values_of_the_first_one() -> None:
     with pytest.warns(UserWarning, match=r"'layers\.0\.mean' \(8 such buffers\) is changed .* 2 times in a batch"):
         results = train("1f1b", replicas=2)
