@@ -175,7 +175,7 @@ class Pipeline(PartitionedModule):
         if not self.ownership.users_known:
             self.agree_on_holders()
             # After the holders are known: they decide which processes have a buffer in common.
-            self._buffer_sync.agree(len(micro_batches))
+            self._buffer_sync.agree(lambda name: len(self.owners(name)), len(micro_batches))
         if reduce:
             # Of later batches most are under way: `GradientGroups.stage_done` starts each when its stage is done.
             self.reduce_gradients()

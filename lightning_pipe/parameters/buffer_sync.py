@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.intercept.tensor_state import TensorState, has_changed, same_content, state_of
+from lightning_pipe.intercept.layer_state import in_several_pipes
+from lightning_pipe.intercept.tensor_state import same_content
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
 
@@ -20,8 +21,8 @@ class BufferSync:
     ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batch shows which buffers change. Batch
     norm is left out: it has an option of its own.
 
-    A buffer changes once for every micro-batch, and on one device once for the batch: a warning says so. Several stages
-    or pipes do not have one in common: a layer whose buffers change there raises an error at its call.
+    A buffer changes once for every micro-batch, and on one device once for the batch: a warning says so. Several ranks
+    of a pipeline do not have one in common: each would see a part of the micro-batches.
 
     Args:
         module: the user's module.
@@ -39,15 +40,23 @@ class BufferSync:
     ) -> None:
         self._module, self._transport, self._members = module, transport, members
         self._layers = tuple(f"{name}." for name in layers)
-        self._before: dict[str, tuple[Tensor, TensorState]] = {}
+        self._before: dict[str, Tensor] = {}
         self._changing: list[str] = []
 
     def begin(self) -> None:
         """Before the first batch."""
-        self._before = _states(self._module)
+        self._before = _values(self._module)
 
-    def agree(self, micro_batches: int) -> None:
-        """After it, with its number of micro-batches. Collective."""
+    def agree(self, copies: Callable[[str], int], micro_batches: int) -> None:
+        """After it. Collective.
+
+        Args:
+            copies: ``copies(name)``: how many ranks of one pipeline hold a buffer.
+            micro_batches: of the batch.
+
+        Raises:
+            CutError: several do, of one that changes. Mostly the layer has raised that already, at its call.
+        """
         changed = list(_changed(self._module, self._before))
         self._before = {}
         # A rank sees the changes of its own layers alone.
@@ -55,6 +64,8 @@ class BufferSync:
         gathered = self._transport.all_gather_object(changed, everyone)
         found = sorted({name for theirs in gathered for name in theirs})
         self._changing = [name for name in found if self._is_shared(name)]
+        if (copied := next((name for name in self._changing if copies(name) > 1), None)) is not None:
+            raise in_several_pipes(f"self.{copied}", "a forward pass")
         if found and micro_batches > 1 and self._transport.process == 0:
             warnings.warn(
                 f"'{found[0]}' ({len(found)} such buffers) is changed by forward passes: {micro_batches} times in a "
@@ -102,11 +113,11 @@ class EvaluatedCopies:
     ) -> None:
         self._module, self._transport, self._members = module, transport, members
         self._not_told = tuple(f"{name}." for name in not_told)
-        self._before: dict[str, tuple[Tensor, TensorState]] = {}
+        self._before: dict[str, Tensor] = {}
 
     def begin(self) -> None:
         """Before the first batch."""
-        self._before = _states(self._module)
+        self._before = _values(self._module)
 
     def end(self) -> None:
         """Behind the last one. Collective over the pipeline."""
@@ -129,15 +140,12 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _states(module: nn.Module) -> dict[str, tuple[Tensor, TensorState]]:
-    return {name: (buffer, state_of(buffer)) for name, buffer in _buffers(module)}
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers: nobody counts changes of their ``.data``."""
+    return {name: buffer.detach().clone() for name, buffer in _buffers(module)}
 
 
-def _changed(module: nn.Module, before: Mapping[str, tuple[Tensor, TensorState]]) -> dict[str, Tensor]:
-    """The buffers that have changed: in place, or by assignment of another tensor with other values."""
+def _changed(module: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers that have other values than before."""
     now = dict(_buffers(module))
-    return {
-        name: now[name]
-        for name, (buffer, state) in before.items()
-        if name in now and (has_changed(buffer, state) or not same_content(now[name], buffer))
-    }
+    return {name: now[name] for name, value in before.items() if name in now and not same_content(now[name], value)}

@@ -36,10 +36,18 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x + self.mean)) * self.scale
 
 
+class Unseen(Layer):
+    """Changes a buffer past autograd, which counts no change."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.data += x.sum().detach()
+        return torch.tanh(self.linear(x))
+
+
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layer: type[Layer]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(layer() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -47,9 +55,9 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(schedule: str, replicas: int) -> list[dict[str, Tensor]]:
+def train(schedule: str, replicas: int, layer: type[Layer] = Layer) -> list[dict[str, Tensor]]:
     torch.manual_seed(0)
-    net, batches = Net(), [torch.randn(8, 4) for _ in range(3)]
+    net, batches = Net(layer), [torch.randn(8, 4) for _ in range(3)]
 
     def body(transport: ThreadTransport) -> dict[str, Tensor]:
         mine = copy.deepcopy(net)
@@ -83,6 +91,13 @@ def test_buffers_that_change_in_copies_of_several_pipes_are_an_error() -> None:
     """Each of several pipes would go on from the value that its own micro-batches have made."""
     with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.mean`, and this schedule has several pipes"):
         train("chimera", replicas=1)
+
+
+def test_changes_of_data_are_seen() -> None:
+    with pytest.warns(UserWarning, match=r"'layers\.0\.rows' \(4 such buffers\) is changed"):
+        assert_equal_copies(train("1f1b", replicas=2, layer=Unseen), copies=2)
+    with pytest.raises(CutError, match=r"changes `self\.layers\.0\.rows`, and this schedule has several pipes"):
+        train("chimera", replicas=1, layer=Unseen)
 
 
 def test_one_pipeline_has_nothing_to_agree_on() -> None:
@@ -127,7 +142,7 @@ def test_the_user_is_told_of_what_sees_micro_batches() -> None:
 
 
 def test_copies_that_an_evaluation_has_not_run_take_over_what_it_has_changed() -> None:
-    net = Net()
+    net = Net(Layer)
 
     def body(transport: ThreadTransport) -> dict[str, Tensor]:
         mine = copy.deepcopy(net)
