@@ -95,7 +95,9 @@ class Pipeline(PartitionedModule):
             StageLayers(stage, span, self.names, routes.get(stage, {})) for stage, span in enumerate(self.stage_layers)
         ]
         self.executor = Executor(
-            Stages(self._interceptor, stages, self.ownership, transport.device, BufferGuard([module])),
+            Stages(
+                self._interceptor, stages, self.ownership, transport.device, BufferGuard(self._interceptor.computing())
+            ),
             BoundaryExchange(transport),
             self.placement,
             transport.rank,

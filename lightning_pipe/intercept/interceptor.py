@@ -86,8 +86,8 @@ class Interceptor:
         yield from {id(part): part for root in roots for part in root.modules()}.values()
 
     def attributes_around(self) -> Snapshot:
-        """The attributes as they are now of what is around layers and outside modules: the LightningModule's own."""
-        return Snapshot(self.state.around, buffers=False)
+        """The attributes, as they are now, of what is around layers and outside modules: the LightningModule's own."""
+        return Snapshot(self.state.around)
 
     @property
     def in_module(self) -> bool:

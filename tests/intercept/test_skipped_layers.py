@@ -37,7 +37,6 @@ def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tu
         StepStore(),
         Surroundings(lambda *_: nullcontext()),
         cache or run_cache(),
-        None,
     )
     with first:
         result = calls.run(NAMES[0], 0, module, module.forward, args, {})

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.intercept.absent_tensor import is_absent
-from lightning_pipe.intercept.recompute import recomputing
+from lightning_pipe.intercept.recompute import BufferGuard, recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.torch_functions import draws
 from lightning_pipe.torch_internals import DropoutNd, NormBase
@@ -48,7 +48,7 @@ def put_back(stages: Stages) -> Iterator[None]:
     around = {name: part for name, part in module.named_modules() if part not in computing and part is not module}
     kept = stages.interceptor.state.everything(computing), Snapshot(around, buffers=False)
     try:
-        with stages.buffers.restored(), parameters_kept(module.modules(), trained=False):
+        with BufferGuard([module]).restored(), parameters_kept(module.modules(), trained=False):
             yield
     finally:
         for each in kept:
