@@ -213,9 +213,10 @@ class _Search:
         return 0.0 if self.limit == inf else self.predictor.peak(one, limit)
 
     def order(self, one: Configuration) -> object:
-        """What tells runs apart: small variants of a family may be the same order, with sums at the same time."""
+        """What tells runs apart: small variants of a family may be the same order, of the same stages and sums."""
         schedule = self.predictor.schedule(one, self.predictor.numbers(one)[-1])
-        return replace(one, family=schedules.get("gpipe")), schedule.actions, schedule.options.get("sync")
+        places, sync = frozenset(schedule.placement.items()), schedule.options.get("sync")
+        return replace(one, family=schedules.get("gpipe")), schedule.actions, places, sync
 
     def held(self, one: Configuration) -> float:
         """Bytes that some rank holds however the schedule orders: what its stages hold all the time; as of `peak`."""

@@ -218,8 +218,28 @@ def test_equal_schedules_are_shown_once() -> None:
     assert len(shown) == 14
 
 
+def with_updates_in_a_wait() -> CostProfile:
+    """The first layer takes long and has nothing to update; the last is short, and updates while the first runs back.
+
+    Its updates make no batch longer: whoever adds them to all waits of the ranks has a bound above the time.
+    """
+    costs = SizeCosts((1.0, 0.01), (2.0, 0.02), (1.0, 0.01), (0.0, 0.0), (0.0, 0.0))
+    sizes = LayerSizes("first", 0, 0), LayerSizes("last", 1, 16 * MIB)
+    return CostProfile("Net", sizes, {1: costs}, step_per_byte=1e-7)
+
+
+def test_the_same_order_on_stages_that_more_ranks_hold_is_another_run() -> None:
+    """Of one micro-batch GEMS has GPipe's order, and a second holder of each stage, with whom it sums."""
+    engine, one = _Search(Predictor(profile(4)), inf), Configuration(schedules.get("gpipe"), 2, 2, 2, 1, 2)
+    with_copies = replace(one, family=schedules.get("gems"))
+    assert engine.predictor.schedule(one, 1).actions == engine.predictor.schedule(with_copies, 1).actions
+    assert engine.predictor.seconds(one) < engine.predictor.seconds(with_copies)
+    assert engine.order(one) != engine.order(with_copies)
+
+
 def test_no_bound_is_above_the_time() -> None:
-    for costs in (profile(), profile(slow_first=3, message=5e-3), with_slow_halves(profile())):
+    uneven = profile(slow_first=3, message=5e-3)
+    for costs in (profile(), uneven, with_slow_halves(profile()), with_updates_in_a_wait()):
         engine = _Search(Predictor(costs), inf)
         for one in _candidates(costs, SearchOptions(4, 24, families=schedules.names())):
             for each in engine.ladder(one):
@@ -227,28 +247,35 @@ def test_no_bound_is_above_the_time() -> None:
 
 
 def random_profile(rng: Random) -> CostProfile:
-    """Uneven in every respect: layers that take next to nothing beside long ones, slow links, slow updates."""
-    layers = range(rng.choice((4, 6, 8)))
+    """Uneven in every respect: layers that take next to nothing beside long ones, slow links, slow updates.
+
+    With as few layers as ranks no cut makes stages even.
+    """
+    layers = range(rng.choice((2, 3, 4, 8)))
+    long = [rng.choice((0.01, 0.3, 1.0)) for _ in layers]
 
     def each(most: float) -> tuple[float, ...]:
-        return tuple(rng.choice((0.01, 0.3, 1.0)) * most * rng.random() for _ in layers)
+        return tuple(share * most * rng.random() for share in long)
 
     def link() -> Link:
-        return Link(rng.choice((0, 0.1)) * rng.random(), 1e-8 * rng.random())
+        return Link(rng.choice((0, 0.1)) * rng.random(), rng.choice((0, 1e-8)) * rng.random())
 
     backward = each(2)
     halves = tuple(seconds * rng.random() for seconds in backward)
     costs = SizeCosts(each(1), backward, halves, each(10 * MIB), each(MIB), 0.1 * rng.random(), 0.1 * rng.random())
-    sizes = tuple(LayerSizes(f"h.{layer}", 1, rng.randrange(24 * MIB)) for layer in layers)
+    sizes = tuple(LayerSizes(f"h.{layer}", 1, rng.randrange(rng.choice((1, 24)) * MIB)) for layer in layers)
     tied = (TiedSizes((0, layers[-1]), min(sizes[0].parameter_bytes, sizes[-1].parameter_bytes)),)
-    rest = 0.01 * rng.random(), 0.1 * rng.random(), rng.choice((0, 1e-8, 1e-7)) * rng.random()
+    rest = 0.01 * rng.random(), 0.1 * rng.random(), rng.choice((0, 3e-8, 1e-7)) * rng.random()
     return CostProfile("Net", sizes, {1: costs}, link(), link(), *rest, tied if rng.random() < 0.3 else ())
 
 
-@pytest.mark.parametrize("seed", range(24))
+# with 61, 75 and 77 a bound that has updates on top of all waits is above a time, or passes over the fastest run
+@pytest.mark.parametrize("seed", range(60, 84))
 def test_bounds_hold_and_leave_the_table_as_it_is_without_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(seed)
     costs, ranks, batch = random_profile(rng), rng.choice((2, 3, 4)), rng.choice((4, 6, 8))
+    if batch % ranks:
+        batch = 2 * ranks  # else two layers on three ranks are no configuration at all
     engine = _Search(Predictor(costs), inf)
     for one in _candidates(costs, SearchOptions(ranks, batch)):
         for each in engine.ladder(one):
