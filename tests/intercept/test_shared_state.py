@@ -172,9 +172,7 @@ def test_what_is_shared_and_stays_is_let_alone() -> None:
 
     model = Model([Layer(scaled, shared=state(), config=config) for _ in range(4)], config=config).double()
     assert_same(model, batches(), 2, layers="layers")
-    with pytest.raises(
-        CutError, match=r"`self\.layers\.0\.shared` is changed in place in a forward pass"
-    ):
+    with pytest.raises(CutError, match=r"`self\.layers\.0\.shared` is changed in place in a forward pass"):
         pipelined(model, batches(), 2, layers="layers", recompute="always")
 
 
