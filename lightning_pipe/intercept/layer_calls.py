@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.call_record import CallRecord
@@ -22,8 +23,10 @@ from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
+from lightning_pipe.intercept.tensor_state import is_still
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
+from lightning_pipe.local_parts import local
 from lightning_pipe.skip import SkipKey, StepStore
 from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 
@@ -137,7 +140,7 @@ class LayerCalls:
                     searched = self._again and tracker.digest.thorough
                     if searched or referred is not None or (self._others and cache.attributes.seeks(name, module)):
                         self._seek()
-                    parameters = tracker.in_place.noted([*module.parameters()] if searched else ())
+                    sizes = _sizes(module) if searched else []
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -147,7 +150,7 @@ class LayerCalls:
                     result = forward(*args, **kwargs)
                 watch = self._watch
                 if self._again:
-                    _check_unchanged(name, bool(tracker.in_place.changed(parameters, name)), watch)
+                    _check_unchanged(name, module, sizes, watch)
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
@@ -271,15 +274,23 @@ class LayerCalls:
         return stashed, popped
 
 
-def _check_unchanged(name: str, parameters: bool, watch: Watch | None) -> None:
+def _check_unchanged(name: str, module: nn.Module, sizes: Sequence[Tensor], watch: Watch | None) -> None:
     """Refuse what a layer whose forward pass runs again has changed in place: the second run would find it.
 
     Args:
         name: the layer.
-        parameters: whether a parameter has changed.
+        module: the layer.
+        sizes: of its parameters before; none: they are not looked at.
         watch: what saw the layer's attributes.
     """
-    if parameters:
+    if sizes and not all(map(is_still, _sizes(module), sizes)):
         raise changed_in_place(f"a parameter of '{name}'")
     for path, attribute in () if watch is None else watch.altered():
         raise changed_in_place(f"`{written(name, path, attribute)}`")
+
+
+@torch.no_grad()
+def _sizes(module: nn.Module) -> list[Tensor]:
+    """The norms of a layer's parameters: nobody counts changes of their ``.data``."""
+    parts = (local(parameter) for parameter in module.parameters())
+    return [torch.linalg.vector_norm(part) for part in parts if part.is_floating_point()]

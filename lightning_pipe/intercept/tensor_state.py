@@ -68,6 +68,15 @@ def same_values(one: Any, other: Any) -> bool:
     return one.shape == other.shape and bool((one == other).all())
 
 
+def is_still(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether a tensor has the values that a copy of it has; what is no number stays none."""
+    if tensor.dtype != copy.dtype or tensor.shape != copy.shape:
+        return False
+    return torch.equal(tensor, copy) or (
+        tensor.is_floating_point() and bool(((tensor == copy) | (tensor.isnan() & copy.isnan())).all())
+    )
+
+
 def same_content(one: Any, other: Any) -> bool:
     """Whether two values of any kind are equal; of tensors and arrays all elements count."""
     if one is other:

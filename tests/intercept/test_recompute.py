@@ -263,6 +263,8 @@ CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
     "mean": lambda layer, x: layer.mean.add_(x.mean(0)),
     "runs": lambda layer, _: layer.runs.add_(1),
     "layers.[04]": lambda layer, x: layer.book.add_(x.mean(0)),
+    "layers.[04] ": lambda layer, x: layer.book.data.add_(x.mean(0)),
+    " layers.[04]": lambda layer, _: layer.linear.weight.data.mul_(0.9),
     "average": lambda layer, x: nn.functional.batch_norm(x, layer.average, layer.variance, training=True),
 }
 
@@ -274,6 +276,19 @@ def test_what_a_layer_changes_in_place_raises(what: str, first: int, stages: int
     net, parts = InLine(lambda: Changing(CHANGES[what], first)), [torch.randn(size, 8) for size in (3, 4, 3)]
     with pytest.raises(CutError, match=rf"(\.|'|self\.)({what.strip()})(`|').*is changed in place in a forward pass"):
         gradients_of(net, parts, "always", stages=stages)
+
+
+def test_what_is_no_number_has_not_changed() -> None:
+    class Unknown(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("unknown", torch.full((3,), torch.nan))
+            self.spare = nn.Parameter(torch.full((3,), torch.nan))
+
+    net, parts = InLine(Unknown), [torch.randn(3, 8)] * 2
+    expected, _ = gradients_of(net, parts, "never")
+    found, _ = gradients_of(net, parts, "always")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_spectral_norm_raises() -> None:
