@@ -14,7 +14,7 @@ from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
-from lightning_pipe.intercept.kept_state import written
+from lightning_pipe.intercept.kept_state import Place, written
 from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
@@ -223,12 +223,12 @@ class LayerCalls:
             CutError: other modules hold that, too, it has changed another module, or there are several pipes.
         """
         state = self.cache.state
+        former = {} if self.cache.state.one_pipe else dict(watch.attributes())
         for place, altered in watch.kept().items():
             part = module.get_submodule(place[0])
             again = not state.keep(part, place[1])
-            # what it sets once, such as a mask, it may set on each of several ranks; its tensors it sets in each call
-            plain = not isinstance(vars(part).get(place[1]), Tensor)
-            if plain and again and not (self.tracker.alone or state.one_pipe):
+            # what it sets once, such as a mask, it may set on each of several ranks; losses it sets in each call
+            if again and not (self.tracker.alone or state.one_pipe or _is_for_now(place, part, former)):
                 raise in_several_pipes(state.written(part, place[1]), f"'{name}'")
             if altered:
                 check_not_shared(self.cache.module, (name, module), place, altered, self._may_change)
@@ -272,6 +272,15 @@ class LayerCalls:
                 self._skips[key] = stashed[key] = alias
                 self.routed[self.tracker.numbers.give(alias)] = self._stage.routes[key]
         return stashed, popped
+
+
+def _is_for_now(place: Place, part: nn.Module, former: Mapping[Place, Tensor]) -> bool:
+    """Whether the tensor that a call has set is none that later calls go on from: a loss, or the first or same one."""
+    value = vars(part).get(place[1])
+    if not isinstance(value, Tensor):
+        return False
+    before = former.get(place)
+    return value.requires_grad or not torch.is_grad_enabled() or before is None or is_still(before, value)
 
 
 def _check_unchanged(name: str, module: nn.Module, sizes: Sequence[Tensor], watch: Watch | None) -> None:

@@ -214,3 +214,24 @@ def run_uncopied(model: nn.Module) -> None:
     transport = SingleProcess()
     pipeline = Pipeline(model, find_layers(model, "layers"), [2, 2], schedules.get("1f1b"), transport)
     pipeline.train(lambda _, part: model(**part), batches(2), [0.5, 0.5], seed=0)
+
+
+class Recurrent(nn.Module):
+    """Goes on from a tensor that its last call has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + self.state
+        self.state = 0.9 * self.state + 0.1 * y.detach().mean(0)
+        return torch.tanh(y)
+
+
+def test_a_tensor_that_a_layer_goes_on_from_is_refused_in_several_pipes() -> None:
+    """Each pipe would go on from that of its own micro-batches."""
+    model = Model([Recurrent() for _ in range(4)]).double()
+    assert_same(model, batches(), 4, layers="layers")
+    with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.state`, and this schedule has several pipes"):
+        pipelined(model, batches(), 4, schedule="chimera", layers="layers")
