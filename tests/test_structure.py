@@ -17,7 +17,7 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 7560,
+    "intercept": 7540,
     "trainer": 7000,
     "engine": 4220,
     "schedules": 3310,

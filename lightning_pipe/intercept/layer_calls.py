@@ -23,7 +23,7 @@ from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
-from lightning_pipe.intercept.tensor_state import is_still
+from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.local_parts import local
@@ -33,8 +33,6 @@ from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
     from lightning_pipe.intercept.turns.run import TurnRun
-
-Stashed = Mapping[SkipKey, Tensor | None]
 
 
 class RunCache:
@@ -223,7 +221,7 @@ class LayerCalls:
             CutError: other modules hold that, too, it has changed another module, or there are several pipes.
         """
         state = self.cache.state
-        former = {} if self.cache.state.one_pipe else dict(watch.attributes())
+        former = {} if state.one_pipe else dict(watch.attributes())
         for place, altered in watch.kept().items():
             part = module.get_submodule(place[0])
             again = not state.keep(part, place[1])
@@ -255,7 +253,7 @@ class LayerCalls:
         self.tracker.used.update(number for number in numbers if number is not None)
 
     def _skipped(
-        self, name: str, before: Stashed, events: int
+        self, name: str, before: Mapping[SkipKey, Tensor | None], events: int
     ) -> tuple[dict[SkipKey, Tensor | None], tuple[SkipKey, ...]]:
         """The skip connections that a call begins, and those of ``before`` that it ends, by its events.
 
@@ -279,20 +277,15 @@ def _is_for_now(place: Place, part: nn.Module, former: Mapping[Place, Tensor]) -
     value = vars(part).get(place[1])
     if not isinstance(value, Tensor):
         return False
-    before = former.get(place)
-    return value.requires_grad or not torch.is_grad_enabled() or before is None or is_still(before, value)
+    return value.requires_grad or not torch.is_grad_enabled() or same_values(former.get(place, value), value)
 
 
 def _check_unchanged(name: str, module: nn.Module, sizes: Sequence[Tensor], watch: Watch | None) -> None:
     """Refuse what a layer whose forward pass runs again has changed in place: the second run would find it.
 
-    Args:
-        name: the layer.
-        module: the layer.
-        sizes: of its parameters before; none: they are not looked at.
-        watch: what saw the layer's attributes.
+    Of its parameters their former ``sizes`` tell, if there are any, and ``watch`` of what it has kept.
     """
-    if sizes and not all(map(is_still, _sizes(module), sizes)):
+    if sizes and not all(map(same_values, _sizes(module), sizes)):
         raise changed_in_place(f"a parameter of '{name}'")
     for path, attribute in () if watch is None else watch.altered():
         raise changed_in_place(f"`{written(name, path, attribute)}`")
@@ -301,5 +294,4 @@ def _check_unchanged(name: str, module: nn.Module, sizes: Sequence[Tensor], watc
 @torch.no_grad()
 def _sizes(module: nn.Module) -> list[Tensor]:
     """The norms of a layer's parameters: nobody counts changes of their ``.data``."""
-    parts = (local(parameter) for parameter in module.parameters())
-    return [torch.linalg.vector_norm(part) for part in parts if part.is_floating_point()]
+    return [torch.linalg.vector_norm(local(each)) for each in module.parameters() if each.is_floating_point()]

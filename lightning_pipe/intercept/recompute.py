@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.intercept.tensor_state import has_changed, is_still, state_of
+from lightning_pipe.intercept.tensor_state import has_changed, same_values, state_of
 from lightning_pipe.torch_internals import NormBase
 
 
@@ -176,7 +176,7 @@ class BufferGuard:
         ]
         yield
         for index, buffer, state in before:
-            if has_changed(buffer, state) or (index in values and not is_still(buffer, values[index])):
+            if has_changed(buffer, state) or (index in values and not same_values(buffer, values[index])):
                 module, name = self._places[index]
                 raise changed_in_place(f"buffer '{name}' of a {type(module).__name__}")
 

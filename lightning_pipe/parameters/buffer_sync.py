@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.layer_state import in_several_pipes
-from lightning_pipe.intercept.tensor_state import is_still
+from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
 
@@ -148,4 +148,4 @@ def _values(module: nn.Module) -> dict[str, Tensor]:
 def _changed(module: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The buffers that have other values than before."""
     now = dict(_buffers(module))
-    return {name: now[name] for name, value in before.items() if name in now and not is_still(now[name], value)}
+    return {name: now[name] for name, value in before.items() if name in now and not same_values(now[name], value)}
