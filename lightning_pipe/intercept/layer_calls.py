@@ -18,7 +18,7 @@ from lightning_pipe.intercept.kept_state import Place, written
 from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.recompute import changed_in_place, release_saved, runs_again
+from lightning_pipe.intercept.recompute import found_changed, release_saved, runs_again
 from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -221,12 +221,11 @@ class LayerCalls:
             CutError: other modules hold that, too, it has changed another module, or there are several pipes.
         """
         state = self.cache.state
-        former = {} if state.one_pipe else dict(watch.attributes())
         for place, altered in watch.kept().items():
             part = module.get_submodule(place[0])
             again = not state.keep(part, place[1])
             # what it sets once, such as a mask, it may set on each of several ranks; losses it sets in each call
-            if again and not (self.tracker.alone or state.one_pipe or _is_for_now(place, part, former)):
+            if again and not (self.tracker.alone or state.one_pipe or _is_for_now(place, part, watch)):
                 raise in_several_pipes(state.written(part, place[1]), f"'{name}'")
             if altered:
                 check_not_shared(self.cache.module, (name, module), place, altered, self._may_change)
@@ -272,12 +271,13 @@ class LayerCalls:
         return stashed, popped
 
 
-def _is_for_now(place: Place, part: nn.Module, former: Mapping[Place, Tensor]) -> bool:
+def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:
     """Whether the tensor that a call has set is none that later calls go on from: a loss, or the first or same one."""
     value = vars(part).get(place[1])
     if not isinstance(value, Tensor):
         return False
-    return value.requires_grad or not torch.is_grad_enabled() or same_values(former.get(place, value), value)
+    former = dict(watch.attributes()).get(place, value)
+    return value.requires_grad or not torch.is_grad_enabled() or same_values(former, value)
 
 
 def _check_unchanged(name: str, module: nn.Module, sizes: Sequence[Tensor], watch: Watch | None) -> None:
@@ -286,9 +286,9 @@ def _check_unchanged(name: str, module: nn.Module, sizes: Sequence[Tensor], watc
     Of its parameters their former ``sizes`` tell, if there are any, and ``watch`` of what it has kept.
     """
     if sizes and not all(map(same_values, _sizes(module), sizes)):
-        raise changed_in_place(f"a parameter of '{name}'")
+        raise found_changed(f"a parameter of '{name}'")
     for path, attribute in () if watch is None else watch.altered():
-        raise changed_in_place(f"`{written(name, path, attribute)}`")
+        raise found_changed(f"`{written(name, path, attribute)}`")
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ def runs_again() -> bool:
     return _local.held is not None
 
 
-def changed_in_place(what: str) -> CutError:
+def found_changed(what: str) -> CutError:
     """A layer changes what a second run would find changed.
 
     Args:
@@ -178,7 +178,7 @@ class BufferGuard:
         for index, buffer, state in before:
             if has_changed(buffer, state) or (index in values and not same_values(buffer, values[index])):
                 module, name = self._places[index]
-                raise changed_in_place(f"buffer '{name}' of a {type(module).__name__}")
+                raise found_changed(f"buffer '{name}' of a {type(module).__name__}")
 
     def _now(self) -> list[Tensor | None]:
         return [module._buffers[name] for module, name in self._places]

@@ -86,7 +86,7 @@ class StepHooks:
     """Notes the hooks that steps register.
 
     Args:
-        module: the LightningModule.
+        module: the user's module.
         computing: whether a layer or an outside module runs now: what that registers is its own.
     """
 
@@ -97,7 +97,7 @@ class StepHooks:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around a run of the Trainer: see what is registered on modules."""
+        """Around runs of steps: see what is registered on modules."""
         with ExitStack() as changed:
             for kind in _KINDS:
                 method = self._noting(getattr(nn.Module, kind))
