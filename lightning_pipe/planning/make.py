@@ -19,11 +19,12 @@ from lightning_pipe.planning.memory import Held
 from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
-from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
+from lightning_pipe.schedules import Family, Schedule, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.sharding.refusals import check_family, in_parts
-from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
+from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak
+from lightning_pipe.simulate.simulator import simulate_batch
 from lightning_pipe.transport.topology import Topology
 
 BYTES_PER_NUMBER = 4
@@ -106,7 +107,7 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     )
     if memory is not None:
         made = with_activations(made, topology, order, memory)
-    idle = partial(predicted_bubble, build, stream=stream, costs=costs)
+    idle = partial(predicted_bubble, build, costs=costs)
     total = sum(parameter.numel() for parameter in module.parameters())
     by = (f"balanced by {balance}",) if isinstance(balance, str) and balance not in (AUTO, "parameters") else ()
     of_norms = norms_note(module, equation.sizes, ranks, idle, chosen and stream is None)
@@ -205,19 +206,14 @@ def with_activations(plan: Plan, topology: Topology, schedule: Schedule, memory:
     return replace(plan, stages=tuple(stages), memory=tuple(processes))
 
 
-def predicted_bubble(
-    build: Callable[[int], Schedule], micro_batches: int, stream: Stream | None, costs: Costs | None = None
-) -> float:
+def predicted_bubble(build: Callable[[int], Schedule], micro_batches: int, costs: Costs | None = None) -> float:
     """The bubble ratio; without a flush that of the steady state.
 
     Args:
         build: makes the schedule for a number of micro-batches.
         micro_batches: of one batch.
-        stream: the calls of a schedule without a flush.
         costs: times of the stages; without them all stages are taken for equal. Steps and reductions are no part.
     """
     costs = Costs() if costs is None else replace(costs, reduce=0, step=0)
-    if stream is None:
-        return float(simulate(build(micro_batches), costs).bubble_ratio)
-    batches = 20 * stream.period + 2 * len(stream.calls)
-    return float(simulate(build(batches * stream.micro_batches), costs).steady_bubble_ratio)
+    timeline = simulate_batch(build, micro_batches, costs)
+    return float(timeline.bubble_ratio if timeline.steady is None else timeline.steady)

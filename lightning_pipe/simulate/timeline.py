@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -131,14 +130,6 @@ class Timeline:
         return ratio(whole - sum(self.busy), whole)
 
     @cached_property
-    def idle_in_span(self) -> tuple[Number, ...]:
-        """For every rank its idle time between its own first and last action: the bubble of the zero-bubble papers."""
-        return tuple(
-            max(event.end for event in row) - row[0].start - busy if row else 0
-            for row, busy in zip(self.compute, self.busy, strict=True)
-        )
-
-    @cached_property
     def steady_bubble_ratio(self) -> Number:
         """Idle part of what repeats: the period in the middle of a long timeline, or else all of it.
 
@@ -189,7 +180,7 @@ class Timeline:
     def __str__(self) -> str:
         from lightning_pipe.simulate.terminal import draw
 
-        return draw(self, colour=sys.stdout.isatty())
+        return draw(self)
 
 
 def _period(
