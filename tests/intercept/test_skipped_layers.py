@@ -5,11 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.layer_state import LayerState
@@ -86,20 +84,3 @@ def test_a_change_in_place_makes_a_placeholder_of_what_was_known() -> None:
     result, _ = answered(call, Adds(), x)
     assert result is x
     assert isinstance(x, Placeholder)
-
-
-def test_an_equal_call_has_the_same_record() -> None:
-    cache, layer, x = run_cache(), nn.Linear(2, 2), torch.ones(3, 2)
-    records = [recorded(layer, x, cache=cache)[1] for _ in range(6)]
-    assert records[-1] is records[-2], "once the layer's attributes have been searched in vain"
-    assert recorded(layer, torch.ones(4, 2), cache=cache)[1] != records[-1]
-
-
-class Opaque(nn.Module):
-    def forward(self, x: Tensor) -> object:
-        return object()
-
-
-def test_what_no_message_holds_raises() -> None:
-    with pytest.raises(CutError, match=r"'layers\.0' returns a object, which cannot be shown"):
-        recorded(Opaque(), torch.ones(2))
