@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -30,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.kept_state import Place, has_content
+from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
-from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import version_of
+from lightning_pipe.intercept.user_objects import inside
 from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active, tree_leaves
 
 _tokens = itertools.count()
@@ -169,9 +168,10 @@ class Digest:
             return _of_plain(leaf)
         if isinstance(leaf, np.generic | np.ndarray) and not leaf.dtype.hasobject:
             return mix(zlib.crc32(leaf.tobytes()), *leaf.shape)
-        inner = None if depth >= _DEPTH else _inside(leaf)
-        if inner is None:
+        held = None if depth >= _DEPTH else inside(leaf)
+        if held is None:
             return _name(type(leaf).__qualname__)
+        inner = itertools.chain.from_iterable(held.items()) if isinstance(held, Mapping) else held
         found = [self.of(each, depth + 1) for each in inner]
         return mix(2, *(sorted(found) if isinstance(leaf, set | frozenset) else found))
 
@@ -198,19 +198,6 @@ def _of_plain(leaf: Any) -> int:
     if isinstance(leaf, str):
         return zlib.crc32((leaf.partition(":")[0] if leaf.startswith("cuda") else leaf).encode())
     return zlib.crc32(repr(leaf).encode())
-
-
-def _inside(leaf: Any) -> Iterable[Any] | None:
-    """What a container or an object of the user's holds; ``None``: it is something else."""
-    if isinstance(leaf, slice):
-        return leaf.start, leaf.stop, leaf.step
-    if isinstance(leaf, list | tuple | deque | set | frozenset):
-        return leaf
-    if isinstance(leaf, dict):
-        return itertools.chain.from_iterable(leaf.items())
-    if isinstance(leaf, nn.Module) or not has_content(leaf):
-        return None
-    return itertools.chain.from_iterable(attributes_of(leaf).items())
 
 
 def _values(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -10,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.objects import is_opaque
-from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.intercept.tensor_state import same_values
-from lightning_pipe.intercept.user_classes import is_users
+from lightning_pipe.intercept.user_objects import inside, is_object
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -29,12 +28,6 @@ def written(*path: str) -> str:
     return ".".join(filter(None, ("self", *path)))
 
 
-def has_content(value: Any) -> bool:
-    """Whether a value is an object with attributes, or slots, of a class of the user's."""
-    kind: Any = type(value)
-    return not callable(value) and kind.__module__ != "builtins" and is_users(kind)
-
-
 def is_data(name: str) -> bool:
     """Whether an attribute of this name is neither a part of how a module is built nor one of its buffers."""
     return is_compared(name) and name not in ("forward", "_apply", "_buffers")
@@ -42,12 +35,7 @@ def is_data(name: str) -> bool:
 
 def is_state(value: Any) -> bool:
     """Whether a value is a number, a list, an object of the user's: something that a module may keep of its calls."""
-    if isinstance(value, _PLAIN):
-        return True
-    if isinstance(value, Tensor | nn.Module | type) or callable(value):
-        return False
-    kind: Any = type(value)
-    return isinstance(value, _CONTAINERS) or (is_users(kind) and (is_opaque(value) or hasattr(kind, "__slots__")))
+    return isinstance(value, (*_PLAIN, *_CONTAINERS)) or is_object(value)
 
 
 def is_own(module: nn.Module) -> bool:
@@ -81,11 +69,10 @@ def _equal(one: Any, other: Any, seen: set[int]) -> bool:
     if isinstance(one, (Tensor, np.ndarray)):
         with DisableTorchFunction(), torch.no_grad():
             return one.shape == other.shape and same_values(one.cpu() if isinstance(one, Tensor) else one, other)
-    if has_content(one):
-        one, other = dict(attributes_of(one)), dict(attributes_of(other))
-    if not isinstance(one, (list, tuple, deque, dict)):
+    held, others = inside(one), inside(other)
+    if held is None or isinstance(held, set | frozenset):
         return bool(one == other or (one != one and other != other))
     seen.add(id(one))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key], seen) for key, value in one.items())
-    return len(one) == len(other) and all(_equal(item, twin, seen) for item, twin in zip(one, other, strict=True))
+    if isinstance(held, Mapping):
+        return held.keys() == others.keys() and all(_equal(value, others[key], seen) for key, value in held.items())
+    return len(held) == len(others) and all(_equal(item, twin, seen) for item, twin in zip(held, others, strict=True))

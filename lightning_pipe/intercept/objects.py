@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import version_of
+from lightning_pipe.intercept.user_objects import attributes_of
 
 _DEPTH = 6
 _PLAIN = (bool, int, float, str, bytes)

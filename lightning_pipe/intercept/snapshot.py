@@ -68,7 +68,7 @@ class Snapshot:
         with DisableTorchFunction():
             done = Done(for_now)
             for node in self._nodes.values():
-                node.undo_once(done)
+                node.undo(done)
 
     def narrow(self) -> bool:
         """Count from now on what has become different so far, and nothing else; whether anything has."""
