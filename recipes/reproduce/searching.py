@@ -71,7 +71,8 @@ def _blocks(machine: Machine, model: str) -> CostProfile:
 
     def costs(batch: int) -> SizeCosts:
         forward, backward = machine.block(model, batch)
-        return SizeCosts(*((each,) * blocks for each in (forward, backward, backward / 2, 0.0, 0.0)))
+        there, back, half, none = ((each,) * blocks for each in (forward, backward, backward / 2, 0.0))
+        return SizeCosts(there, back, half, none, none)
 
     return CostProfile(model, layers, {size: costs(size) for size in SIZES})
 
@@ -92,9 +93,8 @@ def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
             again = one.recompute != "never"
             what = f"{model}, D={depth}: the largest micro-batch that fits, and whether recomputed"
             printed, own = f"B{batch[0]}{', R' * batch[1]}", f"B{one.samples}{', R' * again}"
-            most = max(peaks(model, "Chimera", depth, batch[0], total * depth // (nodes * batch[0])))
-            need = f"{machine.allocator * most:.1f} GB of {DEVICE:.0f}"
-            note = f"the paper's takes {need} by the model without recomputation"
+            most = machine.allocator * max(peaks(model, "Chimera", depth, batch[0], total * depth // (nodes * batch[0])))
+            note = f"the paper's takes {most:.1f} GB of {DEVICE:.0f} by the model without recomputation"
             rows.append(Row(what, printed, own, "exact", note=note))
             speeds[_place(one)] = modelled(machine, model, one.replicas, depth, one.samples, total, again)
         chosen = max(speeds, key=lambda place: speeds[place])
@@ -102,10 +102,8 @@ def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
         what = f"{model}: the choice of Equation (1) among them"
         rows.append(Row(what, case["chosen"], chosen, "exact", note=f"{note} {UNIT}"))
         for title, families in (("Chimera", ["chimera"]), ("every schedule with a flush", None)):
-            found = min(
-                (predictor.best(nodes, total, depth, families=families) for depth in case["batches"]),
-                key=predictor.seconds,
-            )
+            ones = [predictor.best(nodes, total, depth, families=families) for depth in case["batches"]]
+            found = min(ones, key=predictor.seconds)
             speed = total / predictor.seconds(found)
             note = f"{found.label}: {speed:.1f} {UNIT}; the paper's fastest measured {case['speed']}"
             what, fastest = f"{model}, {title}: the fastest set-up", case["fastest"] if families else None
