@@ -30,8 +30,8 @@ from lightning_pipe.partition import (
 )
 from lightning_pipe.partition.calls import Call, CallStore, of_step, work_of
 from lightning_pipe.partition.choice import MOST_PASSES, Chosen, choose, line, serves
+from lightning_pipe.planning.layer_sizes import stored
 from lightning_pipe.planning.prediction import stage_costs
-from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.several_passes import may_repeat
@@ -101,7 +101,7 @@ class StageDivision:
         module: the LightningModule.
         world: the processes, with the number of stages; process 0 knows the costs, and what earlier runs have called.
         calls: has what earlier runs have called.
-        conditions: what costs depend on besides the module.
+        conditions: that costs must have been measured under.
     """
 
     options: StageOptions
@@ -249,8 +249,8 @@ class StageDivision:
         by: str = "parameters" if balance == AUTO else balance if isinstance(balance, str) else "the given costs"
         measured = found = None
         if balance == "time" or balance == "memory":
-            store = ProfileStore(module, layers, self.conditions)
-            found = world.broadcast(store.load("device", "precision") if world.transport.process == 0 else None, 0)
+            known = stored(module, layers, self.conditions) if world.transport.process == 0 else None
+            found = world.broadcast(known, 0)
             if found is not None:
                 in_flight, again = self._in_flight() if balance == "memory" else 1, self.options.recompute != "never"
                 measured = found.layer_costs(balance, in_flight, recompute=again)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from math import inf
 from typing import Any
 
 from lightning_pipe.errors import ConfigurationError
@@ -47,7 +46,7 @@ class OnPizDaint(Predictor):
 
     def seconds(self, one: Configuration) -> float:
         """Of equal stages alone."""
-        return inf if BLOCKS[self.model] % one.stages else super().seconds(one)
+        return float("inf") if BLOCKS[self.model] % one.stages else super().seconds(one)
 
     def best(self, nodes: int, total: int, depth: int, **options: Any) -> Configuration:
         """The fastest that fits."""
@@ -93,8 +92,9 @@ def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
             again = one.recompute != "never"
             what = f"{model}, D={depth}: the largest micro-batch that fits, and whether recomputed"
             printed, own = f"B{batch[0]}{', R' * batch[1]}", f"B{one.samples}{', R' * again}"
-            most = machine.allocator * max(peaks(model, "Chimera", depth, batch[0], total * depth // (nodes * batch[0])))
-            note = f"the paper's takes {most:.1f} GB of {DEVICE:.0f} by the model without recomputation"
+            most = max(peaks(model, "Chimera", depth, batch[0], total * depth // (nodes * batch[0])))
+            need = machine.allocator * most
+            note = f"the paper's takes {need:.1f} GB of {DEVICE:.0f} by the model without recomputation"
             rows.append(Row(what, printed, own, "exact", note=note))
             speeds[_place(one)] = modelled(machine, model, one.replicas, depth, one.samples, total, again)
         chosen = max(speeds, key=lambda place: speeds[place])

@@ -52,7 +52,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     "partition": {"cache": "partition/test_calls", "holding": "planning/test_memory"},
     "planning": {
         "command": "test_cli",
-        "layer_sizes": "planning/test_make",
         "prediction": "planning/test_search",
         "schedule_command": "test_cli",
         "search_result": "planning/test_search",
