@@ -148,8 +148,8 @@ def _costs(transport: Transport, size: int) -> tuple[Costs, float]:
     costs = Costs(
         alone.forward[0],
         alone.backward[0],
-        send=machine.message.message(weight),  # a micro-batch is as large
-        reduce=machine.all_reduce.all_reduce(weight, 2),
+        send=machine["message"].message(weight),  # a micro-batch is as large
+        reduce=machine["all_reduce"].all_reduce(weight, 2),
     )
     cores = transport.topology.ranks * (alone.forward[0] + alone.backward[0]) / together
     return costs, min(cores, os.cpu_count() or 1)
