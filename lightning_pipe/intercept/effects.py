@@ -136,8 +136,8 @@ class Watch:
             altered += [] if owner is None else [owner]
         return found
 
-    def altered(self) -> Iterator[Place]:
-        """Where the call has changed in place what its module has kept since before."""
+    def altered(self) -> Iterator[tuple[Place, bool]]:
+        """Where the call has changed what its module has kept since before, and whether it has done so in place."""
         return iter(()) if self._kept is None else self._kept.altered()
 
     def foreign_changes(self) -> Iterator[tuple[str, str]]:

@@ -138,7 +138,7 @@ class LayerCalls:
                     searched = self._again and tracker.digest.thorough
                     if searched or referred is not None or (self._others and cache.attributes.seeks(name, module)):
                         self._seek()
-                    sizes = _sizes(module) if searched else []
+                    values = [local(each).detach().clone() for each in module.parameters()] if searched else []
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -148,7 +148,7 @@ class LayerCalls:
                     result = forward(*args, **kwargs)
                 watch = self._watch
                 if self._again:
-                    _check_unchanged(name, module, sizes, watch)
+                    self._check_unchanged(name, module, values, watch)
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
@@ -233,6 +233,20 @@ class LayerCalls:
             if not self._may_change(watch.foreign[other]):
                 raise changed_elsewhere(name, written(other, attribute))
 
+    def _check_unchanged(self, name: str, module: nn.Module, values: Sequence[Tensor], watch: Watch | None) -> None:
+        """Refuse what a layer whose forward pass runs again has changed unseen: the second run would find it.
+
+        Of its parameters their former ``values`` tell, if there are any, and ``watch`` of what it has kept.
+        """
+        if not all(map(same_values, map(local, module.parameters()), values)):
+            raise found_changed(f"a parameter of '{name}'")
+        state = self.cache.state
+        for (path, attribute), in_place in () if watch is None else watch.altered():
+            part = module.get_submodule(path)
+            unseen = (part, attribute) not in state.set_by_layers
+            if in_place or (unseen and state.counts(part, attribute, vars(part).get(attribute))):
+                raise found_changed(f"`{written(name, path, attribute)}`")
+
     def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:
         """What a layer keeps in objects that it is given, and code between layers has made anew on another rank.
 
@@ -278,20 +292,3 @@ def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:
         return False
     former = dict(watch.attributes()).get(place, value)
     return value.requires_grad or not torch.is_grad_enabled() or same_values(former, value)
-
-
-def _check_unchanged(name: str, module: nn.Module, sizes: Sequence[Tensor], watch: Watch | None) -> None:
-    """Refuse what a layer whose forward pass runs again has changed in place: the second run would find it.
-
-    Of its parameters their former ``sizes`` tell, if there are any, and ``watch`` of what it has kept.
-    """
-    if sizes and not all(map(same_values, _sizes(module), sizes)):
-        raise found_changed(f"a parameter of '{name}'")
-    for path, attribute in () if watch is None else watch.altered():
-        raise found_changed(f"`{written(name, path, attribute)}`")
-
-
-@torch.no_grad()
-def _sizes(module: nn.Module) -> list[Tensor]:
-    """The norms of a layer's parameters: nobody counts changes of their ``.data``."""
-    return [torch.linalg.vector_norm(local(each)) for each in module.parameters() if each.is_floating_point()]

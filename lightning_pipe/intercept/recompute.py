@@ -96,10 +96,10 @@ def found_changed(what: str) -> CutError:
         what: the attribute or buffer as a message names it.
     """
     return CutError(
-        f"{what} is changed in place in a forward pass, and recompute runs forward passes twice: the second one would "
-        "not find what the first one has found.",
-        hint="Set another value in its place: `self.items = [*self.items, x]`, `self.steps = self.steps + 1`; or use "
-        "recompute='never'.",
+        f"{what} is changed in place in a forward pass that runs twice, for recompute or to look at the losses of the "
+        "first batches: the second run would not find what the first one has found.",
+        hint="Set another value in its place: `self.items = [*self.items, x]`, `self.steps = self.steps + 1`. "
+        "recompute='never' lets a layer change its own in place.",
     )
 
 

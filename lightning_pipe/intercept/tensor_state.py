@@ -60,16 +60,12 @@ def place_of(value: Any) -> Any:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two tensors, or two arrays, have the same type, shape and values. In tensors NaN is the same as NaN."""
-    if one.dtype != other.dtype:  # which `torch.equal` does not look at (torch 2.13)
+    """Whether two tensors, or two arrays, have the same type, shape and values. NaN is the same as NaN."""
+    if one.dtype != other.dtype or one.shape != other.shape:  # `torch.equal` does not look at types (torch 2.13)
         return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other) or (
-            one.is_floating_point()
-            and one.shape == other.shape
-            and bool(((one == other) | (one.isnan() & other.isnan())).all())
-        )
-    return one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, Tensor) and torch.equal(one, other):
+        return True
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def same_content(one: Any, other: Any) -> bool:

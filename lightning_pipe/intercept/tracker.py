@@ -257,7 +257,8 @@ class Tracker(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         if name in UNFILLED:
-            result.zero_()  # what is in new memory differs between stages, and says nothing
+            with torch.no_grad():  # the result may be a leaf
+                result.zero_()  # what is in new memory differs between stages, and says nothing
         if name in UNCOUNTED:
             note_uncounted(tensors, result)
         self.digest.follow(name, leaves, results_of(result, written))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -207,6 +209,8 @@ class Changing(nn.Module):
         self.linear, self.change, self.first = nn.Linear(8, 8), change, first
         self.items, self.table, self.mean = list[float](), {"n": 0}, torch.zeros(8)
         self.book = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.uses = nn.Parameter(torch.zeros(8, dtype=torch.long), requires_grad=False)
+        self.calls = self.marked = 0
         self.register_buffer("runs", torch.zeros(()))
         self.register_buffer("average", torch.zeros(8))
         self.register_buffer("variance", torch.ones(8))
@@ -231,6 +235,10 @@ CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
     "layers.[04]": lambda layer, x: layer.book.add_(x.mean(0)),
     "layers.[04] ": lambda layer, x: layer.book.data.add_(x.mean(0)),
     " layers.[04]": lambda layer, _: layer.linear.weight.data.mul_(0.9),
+    " layers.[04] ": lambda layer, _: layer.linear.weight.data.neg_(),
+    "layers.[04]  ": lambda layer, _: layer.uses.add_(1),
+    "calls": lambda layer, _: vars(layer).update(calls=layer.calls + 1),
+    "marked": lambda layer, _: delattr(layer, "marked"),
     "average": lambda layer, x: nn.functional.batch_norm(x, layer.average, layer.variance, training=True),
 }
 
@@ -250,9 +258,25 @@ def test_what_is_no_number_has_not_changed() -> None:
             super().__init__(8, 8)
             self.register_buffer("unknown", torch.full((3,), torch.nan))
             self.spare = nn.Parameter(torch.full((3,), torch.nan))
+            self.array = np.full(3, np.nan)
 
     net, parts = InLine(Unknown), [torch.randn(3, 8)] * 2
     (expected, _), (found, _) = (gradients_of(net, parts, which) for which in ("never", "always"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_what_is_made_once_may_be_made_past_modules() -> None:
+    class Caching(nn.Linear):
+        @cached_property
+        def scale(self) -> float:
+            return 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    net, parts = InLine(lambda: Caching(8, 8)), [torch.randn(3, 8)] * 2
+    expected, _ = gradients_of(net, parts, "never")
+    found, _ = gradients_of(net, parts, "always")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
