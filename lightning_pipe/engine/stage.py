@@ -19,7 +19,7 @@ from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
-from lightning_pipe.intercept.layer_state import Key
+from lightning_pipe.intercept.layer_state import FirstRun
 from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_saved, recomputing
@@ -72,14 +72,14 @@ class Saved:
 class Kept:
     """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
-    ``buffers`` has the former statistics of norms, ``set`` the former attributes that the step and layers have set,
+    ``buffers`` has the former statistics of norms, ``first`` the former attributes that the step and layers have set,
     ``around`` those of the LightningModule.
     """
 
     inbound: Crossing | None
     calls: tuple[CallRecord, ...] | None
     buffers: Buffers
-    set: dict[Key, Any]
+    first: FirstRun
     around: Snapshot
 
 
@@ -122,14 +122,14 @@ class Stages:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
-        state, around = self.interceptor.state, self.interceptor.attributes_around()
+        first, around = self.interceptor.state.begin_first(), self.interceptor.attributes_around()
         with nothing_saved(), self.buffers.noted(thorough=batch.thorough) as former:
             saved, crossings, result = self._run(stage, micro_batch, batch, copies)
         batch.streams.end_user_code()
         if not crossings:
             batch.keep(micro_batch, saved.loss, result)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        kept = Kept(inbound, calls, former, state.set_by_run | state.set_by_layers, around)
+        kept = Kept(inbound, calls, former, first, around)
         return kept, {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
@@ -138,7 +138,7 @@ class Stages:
         # other micro-batches may have changed these since, and graphs may hold what they are now
         kept.around.undo(for_now=True)
         try:
-            with recomputing(), self.buffers.restored(kept.buffers), state.restored(kept.set):
+            with recomputing(), self.buffers.restored(kept.buffers), state.restored(kept.first):
                 saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         finally:
             around.undo()

@@ -18,7 +18,7 @@ from lightning_pipe.intercept.kept_state import Place, written
 from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.recompute import found_changed, release_saved, runs_again
+from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -102,7 +102,7 @@ class LayerCalls:
         self.tracker, self.routed = tracker, dict[int, int]()
         self.ran: list[nn.Module] = []
         self._stage, self._others, self._objects = stage, not stage.all, objects
-        self._again = runs_again()
+        self._again = cache.state.run_again
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
         # the module that runs where other stages must know what it leaves behind, and what looks at it
@@ -205,8 +205,7 @@ class LayerCalls:
             if not self._may_change(part):
                 raise changed_elsewhere(running, state.written(part, name))
             return
-        if self._again:
-            state.set_inside(part, name, value)
+        state.note_former(part, name)
         if not (state.one_pipe and state.is_kept(part, name)):
             self._seek()
 
@@ -243,7 +242,7 @@ class LayerCalls:
         state = self.cache.state
         for (path, attribute), in_place in () if watch is None else watch.altered():
             part = module.get_submodule(path)
-            unseen = (part, attribute) not in state.set_by_layers
+            unseen = not state.has_noted(part, attribute)
             if in_place or (unseen and state.counts(part, attribute, vars(part).get(attribute))):
                 raise found_changed(f"`{written(name, path, attribute)}`")
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.kept_state import Place, alike, is_metric, written
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
 from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
 from lightning_pipe.intercept.snapshot import Snapshot, is_compared
 
@@ -44,6 +46,13 @@ _kept: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 """What the calls of modules have changed in them: a second Trainer finds what the first one has left."""
 
 Key = tuple[nn.Module, str]
+
+
+@dataclass(eq=False)
+class FirstRun:
+    """A run that is to run again: what it and later runs have set so far, with what was there before."""
+
+    formers: dict[Key, Any] = field(default_factory=dict)
 
 
 class LayerState:
@@ -61,7 +70,6 @@ class LayerState:
         one_pipe: as given.
         around: the modules by name whose attributes runs that are not the last stage's leave as they were.
         set_by_run: what the last run's step has set, with what was there before.
-        set_by_layers: what layers have set in the last run, if it is to run again.
     """
 
     def __init__(
@@ -82,8 +90,8 @@ class LayerState:
         # by part, the stage of this rank that runs it
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
-        self.set_by_layers: dict[Key, Any] = {}
         self._setting = False
+        self._first_runs: WeakSet[FirstRun] = WeakSet()  # as long as somebody may run them again
         # what was there before complete runs: in the batch under way, and in those that others may not know of yet
         self._left: dict[Key, Any] = {}
         self._late: dict[Key, Any] = {}
@@ -166,11 +174,41 @@ class LayerState:
         """The attributes of some parts as they are now, without buffers."""
         return Snapshot({str(id(part)): part for part in parts}, buffers=False)
 
-    def set_inside(self, part: nn.Module, attribute: str, value: Any) -> None:
-        """A layer of a run that is to run again is about to set an attribute."""
-        key, former = (part, attribute), _holder(part, attribute).get(attribute, _MISSING)
-        if former is not value:
-            self.set_by_layers.setdefault(key, self.set_by_run.get(key, former))
+    # ------------------------------------------------------------------ second runs
+
+    @property
+    def run_again(self) -> bool:
+        """Whether a run is to find later what the one that goes on now finds, or what was before it."""
+        return bool(self._first_runs) and not is_recomputing()
+
+    def begin_first(self) -> FirstRun:
+        """A run begins that is to run again."""
+        run = FirstRun()
+        self._first_runs.add(run)
+        return run
+
+    def note_former(self, part: nn.Module, attribute: str) -> None:
+        """The step or a layer is about to set an attribute; what is hidden from this run it does not change."""
+        former = _holder(part, attribute).get(attribute, _MISSING)
+        if self.run_again and not isinstance(former, AbsentValue | AbsentTensor):
+            for run in self._first_runs:
+                run.formers.setdefault((part, attribute), former)
+
+    def has_noted(self, part: nn.Module, attribute: str) -> bool:
+        """Whether all second runs will find the former value of an attribute."""
+        return all((part, attribute) in run.formers for run in self._first_runs)
+
+    @contextmanager
+    def restored(self, first: FirstRun) -> Iterator[None]:
+        """Around a second run: what the step and layers set is what the first one has found."""
+        now = {key: _holder(*key).get(key[1], _MISSING) for key in first.formers}
+        for key, value in first.formers.items():
+            _put(*key, value)
+        try:
+            yield
+        finally:
+            for key, value in now.items():
+                _put(*key, value)
 
     # ------------------------------------------------------------------ what the step sets
 
@@ -200,6 +238,7 @@ class LayerState:
                 hint=IN_A_HOOK,
             )
         self.set_by_run.setdefault(key, former)
+        self.note_former(*key)
         run.tracker.digest.count(self.written(*key), value)
 
     def check_called(self, name: str, root: nn.Module) -> None:
@@ -234,7 +273,7 @@ class LayerState:
         thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
         held = held_by(self.around, self._modules, self._root_of) if thorough else None
         hidden = [*self._hide_others(run)]
-        self.set_by_run, self.set_by_layers, self._setting = {}, {}, True
+        self.set_by_run, self._setting = {}, True
         complete = False
         try:
             yield
@@ -274,18 +313,6 @@ class LayerState:
                 value = held.get(attribute, _MISSING)
                 yield part, attribute, value
                 held[attribute] = self._absent(part, attribute, value)
-
-    @contextmanager
-    def restored(self, formers: Mapping[Key, Any]) -> Iterator[None]:
-        """Around a second run: what the step and layers set is what the first one has found."""
-        now = {key: _holder(*key).get(key[1], _MISSING) for key in formers}
-        for key, value in formers.items():
-            _put(*key, value)
-        try:
-            yield
-        finally:
-            for key, value in now.items():
-                _put(*key, value)
 
     # ------------------------------------------------------------------ batches
 

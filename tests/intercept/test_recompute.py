@@ -183,6 +183,38 @@ def test_the_second_run_finds_what_the_first_one_found(make: Any, schedule: str)
     assert_same(InLine(make), data, ranks=2, layers="layers", recompute="always", schedule=schedule)
 
 
+class Sometimes(nn.Linear):
+    """Sets what it computes with for some micro-batches alone."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.gain = 1.0
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 3:
+            self.gain, self.scale = self.gain * 0.5, self.scale * 0.5
+        return super().forward(x).tanh() * self.gain * self.scale
+
+
+class SetsSometimes(InLine):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 3:
+            self.layers[3].gain = 0.5
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+@pytest.mark.parametrize("kind", [InLine, SetsSometimes])
+def test_the_second_run_finds_nothing_that_later_micro_batches_have_set(kind: Any, recompute: Recompute) -> None:
+    torch.manual_seed(0)
+    net, parts = kind(Sometimes), [torch.randn(size, 8) for size in (4, 3, 4, 3)]
+    expected, buffers = gradients_of(net, parts, "never")
+    found, found_buffers = gradients_of(net, parts, recompute)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(found_buffers[name], value) for name, value in buffers.items())
+
+
 def test_statistics_that_begin_to_change_later_are_changed_once() -> None:
     """Behind autograd's back, in a norm that was frozen in the first batch."""
     torch.manual_seed(0)
