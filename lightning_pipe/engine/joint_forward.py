@@ -73,7 +73,7 @@ class JointForward:
                 self.passes += 1
                 calls = [next(iter(paths.values())).calls for paths in way.each]
                 left = [_part(both, paths, place) for place, paths in enumerate(way.each)]
-                return [(replace(kept, inbound=received[i], calls=calls[i]), left[i]) for i in range(2)]
+                return [(replace(kept, inbound=received[i], calls=calls[i], sums=None), left[i]) for i in range(2)]
             self._ways[key] = None
         apart = [self.stages.forward_again(stage, pair[i], batch, inbound) for i, inbound in enumerate(received)]
         if key not in self._seen:  # it may never come again

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -356,6 +357,40 @@ def test_a_step_that_takes_another_path_the_second_time_raises() -> None:
 
     with pytest.raises(CutError, match=r"another path|same path"):
         gradients_of(Fickle(lambda: nn.Linear(8, 8)), [torch.randn(2, 8)] * 2, "always", stages=2, schedule="gpipe")
+
+
+def closure() -> Callable[[], float]:
+    box = [0.0]
+
+    def count() -> float:
+        box[0] += 1.0
+        return box[0]
+
+    return count
+
+
+OWN: dict[str, Callable[[], Callable[[], Any]]] = {
+    "iterator": lambda: partial(next, itertools.count(1.0)),
+    "generator": lambda: partial(torch.rand, (), generator=torch.Generator().manual_seed(1)),
+    "numpy": lambda: np.random.default_rng(1).random,
+    "closure": closure,
+    "data": lambda: torch.ones(()).data.mul_(2).mul_,
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("own", OWN)
+def test_a_layer_that_computes_something_else_the_second_time_raises(own: str, stages: int) -> None:
+    class Takes(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.take = (OWN[own](),)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 0.01 * float(self.take[0](2.0) if own == "data" else self.take[0]()))
+
+    with pytest.raises(CutError, match="left other values"):
+        gradients_of(InLine(Takes), [torch.randn(3, 8)] * 2, "always", stages=stages)
 
 
 @pytest.mark.usefixtures("float64")
