@@ -19,6 +19,7 @@ from lightning_pipe.parameters.ownership import Ownership, named_tensors
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.passes.recompute import with_recompute
+from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.sharding.roots import Root, roots_of
 from lightning_pipe.sharding.values import T, give_values
 from lightning_pipe.transport.base import Transport
@@ -78,8 +79,8 @@ class PartitionedModule:
         self.layers, self.balance = list(layers), list(balance)
         self.names = [name for name, _ in layers]
         self.stage_layers = [range(start, stop) for start, stop in pairwise([0, *accumulate(balance)])]
+        self.passes = passes if len(balance) > 1 else 1  # one stage runs any step
         sample = self.sample_schedule()
-        self.passes = passes
         self.synchronous = sample.synchronous
         self.placement = dict(sample.placement)
         self.loss_ranks = sample.loss_ranks
@@ -105,7 +106,7 @@ class PartitionedModule:
     @property
     def ends_early(self) -> bool:
         """Whether some runs of a training step end early on this rank: all but those of the last stage and pass."""
-        return not (self.is_loss_rank and len(self.stages_here) == 1 and (self.passes == 1 or len(self.balance) == 1))
+        return not (self.is_loss_rank and len(self.stages_here) == 1 and self.passes == 1)
 
     @property
     def linear(self) -> bool:
@@ -134,14 +135,14 @@ class PartitionedModule:
 
     # ------------------------------------------------------------------ schedule and stages
 
-    def schedule(self, micro_batches: int) -> Schedule:
-        """The training schedule for a number of micro-batches."""
-        schedule = self.family.build(self.transport.topology.ranks, micro_batches, stages=len(self.balance))
-        return with_recompute(schedule, self.recompute)
+    def schedule(self, micro_batches: int, passes: int | None = None) -> Schedule:
+        """The training schedule for a number of micro-batches, of all passes or of so many."""
+        one = self.family.build(self.transport.topology.ranks, micro_batches, stages=len(self.balance))
+        return with_recompute(several_passes(one, self.passes if passes is None else passes), self.recompute)
 
-    def sample_schedule(self) -> Schedule:
+    def sample_schedule(self, passes: int = 1) -> Schedule:
         """A schedule with so many micro-batches that every rank computes, and every channel is used."""
-        return self.schedule(max(2 * self.transport.topology.ranks, self.family.pipes))
+        return self.schedule(max(2 * self.transport.topology.ranks, self.family.pipes), passes)
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The pipeline ranks that hold a stage, ascending."""

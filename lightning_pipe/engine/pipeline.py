@@ -19,8 +19,7 @@ from lightning_pipe.engine.connections import connect
 from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.partitioned_module import PartitionedModule
-from lightning_pipe.engine.passes import Passes
-from lightning_pipe.engine.skip_routes import ends_of, skip_routes
+from lightning_pipe.engine.skip_routes import Routes, ends_of, skip_routes
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.engine.turns import Turns
 from lightning_pipe.engine.undivided import run_whole
@@ -51,10 +50,11 @@ class Pipeline(PartitionedModule):
         transport: this process's transport.
         recompute: whether forward passes run again before their backward pass; see `PartitionedModule`.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
-        passes: how often a training step runs the layers; see `Passes`.
+        passes: how often a training step runs the layers; the stages of all passes follow each other.
         before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
+        training_executor: that of training batches, which may have several passes; ``executor``: of all others.
         elapsed, busy: seconds of all training batches but the first, and those in which this rank computed.
         skips: pairs of stages, not neighbours, of which a skip connection goes straight from one to the other.
         reductions: sums the gradients of parameters that other processes hold as well.
@@ -91,40 +91,50 @@ class Pipeline(PartitionedModule):
         self._interceptor = Interceptor(
             module, self.layers, tells=transport.process == 0, places=self.places, one_pipe=family.pipes == 1
         )
-        stages = [
-            StageLayers(stage, span, self.names, routes.get(stage, {})) for stage, span in enumerate(self.stage_layers)
-        ]
-        self.executor = Executor(
-            Stages(
-                self._interceptor, stages, self.ownership, transport.device, BufferGuard(self._interceptor.computing())
-            ),
-            BoundaryExchange(transport),
-            self.placement,
-            transport.rank,
-            self.reductions.stage_done,
-            self.skips,
-        )
+        self._guard = BufferGuard(self._interceptor.computing())
+        self.executor = self._executor(1, routes)
+        self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures: dict[Hashable, int] = {}
         self._program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
-        connect(self, self.skips)
-        _ = self.in_passes  # prepares its channels, at the same time everywhere
+        # An evaluation may send on other channels than training.
+        orders = self.sample_schedule(), forward_only(self.sample_schedule(), 1)
+        programs = [lower(order, self.skips) for order in orders]
+        if self.passes > 1:
+            programs.append(lower(self.sample_schedule(self.passes)))
+        connect(self, programs)
         self.asynchronous = (
             None if self.synchronous else AsynchronousPipeline(self, deferred_batch_norm=deferred_batch_norm)
         )
 
-    @cached_property
-    def in_passes(self) -> Passes | None:
-        """Runs training steps of several passes over several stages."""
-        several = self.passes > 1 and len(self.stage_layers) > 1
-        return Passes(self, self.passes, self.executor) if several else None
+    def _executor(self, passes: int, routes: Routes) -> Executor:
+        """Runs the stages of some passes, one pass behind the other. Plans of several passes meet none of one pass."""
+        layers, transport = len(self.names), self.transport
+        stage_of = [stage for stage, span in enumerate(self.stage_layers) for _ in span]
+        spans = [
+            range(number * layers + span.start, number * layers + span.stop)
+            for number in range(passes)
+            for span in self.stage_layers
+        ]
+        stages = [
+            StageLayers(stage, span, self.names * passes, routes.get(stage, {}), stage_of if passes > 1 else ())
+            for stage, span in enumerate(spans)
+        ]
+        return Executor(
+            Stages(self._interceptor, stages, self.ownership, transport.device, self._guard),
+            BoundaryExchange(transport),
+            self.sample_schedule(passes).placement,
+            transport.rank,
+            self._stage_done,
+            ends_of(routes),
+        )
 
-    @property
-    def training_executor(self) -> Executor:
-        """That of training batches."""
-        return self.executor if self.in_passes is None else self.in_passes.executor
+    def _stage_done(self, stage: int) -> None:
+        """The gradients of a stage are complete when its first pass has had its backward passes: they come last."""
+        if stage < len(self.balance):
+            self.reductions.stage_done(stage)
 
     # ------------------------------------------------------------------ batches
 
@@ -340,11 +350,9 @@ class Pipeline(PartitionedModule):
             end_passes()
 
     def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
-        if training and self.in_passes is not None:
-            return self.in_passes.program(micro_batches)
-        schedule = self.schedule(micro_batches)
+        schedule = self.schedule(micro_batches, self.passes if training else 1)
         order = schedule if training else forward_only(schedule, micro_batches)
-        return lower(order, self.skips)[self.transport.rank]
+        return lower(order, self.skips if schedule.stages == len(self.balance) else ())[self.transport.rank]
 
     @override
     def restore(self) -> None:

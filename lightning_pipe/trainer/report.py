@@ -34,7 +34,7 @@ def peak_memory() -> tuple[int, int]:
 
 def _bubble(pipeline: Pipeline, costs: Costs | None, micro_batches: int) -> float:
     # of a training batch, with the stages of all passes
-    return predicted_bubble((pipeline.in_passes or pipeline).schedule, micro_batches, costs)
+    return predicted_bubble(pipeline.schedule, micro_batches, costs)
 
 
 @dataclass
