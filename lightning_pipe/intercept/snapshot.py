@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_pipe.intercept.contents import Attributes, Change, Done, Node
-from lightning_pipe.intercept.slot_items import attributes_of
+from lightning_pipe.intercept.user_objects import attributes_of
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 # Parameters and submodules are not looked at: a step leaves them as they are. Buffers change in forward passes.
