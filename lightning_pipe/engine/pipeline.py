@@ -28,6 +28,7 @@ from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.parameters.buffer_sync import BufferSync
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, discard_all, end_passes
 from lightning_pipe.parameters.gradient_groups import GradientGroups
@@ -198,6 +199,7 @@ class Pipeline(PartitionedModule):
             self.busy += self.training_executor.busy - busy
         return results
 
+    @counting()
     def evaluate(
         self, step: StepFunction, parts: Sequence[Any], *, seed: int = 0, turns: bool = False, again: bool = False
     ) -> dict[int, Any]:

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.engine.batch import Batch, StepFunction
+from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.schedules.evaluation_order import EvaluationOrder, Pass
 
@@ -90,6 +91,7 @@ class StreamedEvaluation:
             return None
         return self._actions.popleft()[1]
 
+    @counting()
     def perform(self, action: Action) -> None:
         """Run an action."""
         executor, number = self._pipeline.executor, action.micro_batch or 0

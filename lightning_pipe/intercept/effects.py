@@ -19,13 +19,11 @@ from lightning_pipe.intercept.contents import attribute_of, owner_of
 from lightning_pipe.intercept.kept_state import Place, is_own, written
 from lightning_pipe.intercept.objects import ObjectStates, objects_of
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.intercept.tensor_state import has_changed, same_objects, state_of
+from lightning_pipe.intercept.tensor_state import same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_apply"}
-LOOKS = 4
-"""How often a module is searched for attributes in vain before it is taken to keep none."""
 
 
 class Effect(NamedTuple):
@@ -179,28 +177,11 @@ class _State:
 
     def __init__(self, value: Any) -> None:
         self.value, self.leaves = value, tree_leaves(value)
-        self._states = [(leaf, state_of(leaf)) for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self._states = [(leaf, version_of(leaf)) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def changed(self) -> bool:
         """Whether they have changed in place."""
-        return any(has_changed(*each) for each in self._states)
-
-
-class AttributeSearch:
-    """Remembers which modules keep tensors as attributes, so that the others need not be searched at every call."""
-
-    def __init__(self) -> None:
-        self._vain: dict[tuple[str, bool], int] = {}
-
-    def seeks(self, name: str, module: nn.Module) -> bool:
-        """Whether the module must be searched."""
-        return self._vain.get((name, module.training), 0) < LOOKS
-
-    def note(self, name: str, module: nn.Module, found: bool) -> None:
-        """What the search has brought."""
-        key = (name, module.training)
-        # a module that has kept a tensor once is searched for good
-        self._vain[key] = -(10**9) if found else self._vain.get(key, 0) + 1
+        return any(version_of(leaf) != version for leaf, version in self._states)
 
 
 class Attributes:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import RecordCache
-from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
+from lightning_pipe.intercept.effects import Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.kept_state import Place, written
 from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
@@ -23,7 +23,7 @@ from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
-from lightning_pipe.intercept.tensor_state import same_values
+from lightning_pipe.intercept.tensor_state import counting, same_values
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.local_parts import local
@@ -45,7 +45,7 @@ class RunCache:
     Attributes:
         module: as given.
         state: as given.
-        attributes: tells which modules keep tensors as attributes.
+        keeping: the layers and outside modules that have been seen to keep tensors as attributes.
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
         elsewhere: by layer or outside module, what its calls change outside of it, such as globals.
@@ -53,17 +53,8 @@ class RunCache:
 
     def __init__(self, module: nn.Module, state: LayerState) -> None:
         self.module, self.state = module, state
-        self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
-        self._foreign: dict[str, tuple[int, dict[str, nn.Module]]] = {}
+        self.keeping, self.records, self.hooked = set[str](), RecordCache(), HookedParts()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
-
-    def foreign(self, name: str, module: nn.Module) -> dict[str, nn.Module]:
-        """The modules that a layer or outside module reaches and that are no parts of it, by their names."""
-        looks, found = self._foreign.get(name, (0, {}))
-        if looks < LOOKS:
-            found = foreign_modules(self.module, module)
-            self._foreign[name] = looks + 1, found
-        return found
 
     def referred(self, name: str, module: nn.Module) -> Iterable[tuple[Label, Any]]:
         """What the code of a layer or outside module names besides tensors."""
@@ -121,13 +112,14 @@ class LayerCalls:
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
         try:
-            with tracker.paused(), self.surroundings.stream(key):
+            with tracker.paused(), self.surroundings.stream(key), counting():
                 tracker.touch(tensors, name)
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
                 tracker.digest.call(name, arguments, module)
-                thorough = tracker.digest.thorough and not tracker.digest.idle
-                referred = tracker.digest.referred(cache.referred(name, module)) if thorough else None
+                thorough = tracker.digest.thorough
+                counts = thorough and not tracker.digest.idle
+                referred = tracker.digest.referred(cache.referred(name, module)) if counts else None
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
@@ -135,10 +127,10 @@ class LayerCalls:
                     self._running = name, module
                     if self._others and not plain:
                         self._watch = Watch(name, module, given, arguments, objects=self._objects)
-                    searched = self._again and tracker.digest.thorough
-                    if searched or referred is not None or (self._others and cache.attributes.seeks(name, module)):
+                    if thorough or (self._others and name in cache.keeping):
                         self._seek()
-                    values = [local(each).detach().clone() for each in module.parameters()] if searched else []
+                    own = module.parameters() if thorough and self._again else ()
+                    values = [local(each).detach().clone() for each in own]
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -168,7 +160,7 @@ class LayerCalls:
     ) -> CallRecord:
         """The record of a call with what the calls of its module change; the rest of what its code names counts."""
         if watch is not None and watch.seeks:
-            self.cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
+            self.cache.keeping.update(name for effect in call.effects if effect.attribute)
             self._note_kept(name, module, watch)
         elsewhere = self.cache.elsewhere[name]
         if referred is not None:
@@ -187,7 +179,7 @@ class LayerCalls:
     def setting(self, run: StageRun | TurnRun, part: nn.Module, name: str, value: Any) -> None:
         """The step's own code, or the layer or module that runs now, is about to set an attribute of a module.
 
-        A module that has set nothing in its first calls is not searched any more: it is now, while all is as it was.
+        A module that has set nothing in thorough runs is not searched in others: it is now, while all is as it was.
 
         Raises:
             CutError: the module that runs sets it in another one than its own parts; or see `LayerState.setting`.
@@ -260,7 +252,8 @@ class LayerCalls:
         if self._running is None or (self._watch is not None and self._watch.seeks):
             return
         watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self._objects)
-        watch.seek(self.cache.foreign(*self._running))
+        thorough = self.tracker.digest.thorough
+        watch.seek(foreign_modules(self.cache.module, self._running[1]) if thorough else {})
         numbers = (self.tracker.numbers.of(tensor) for _, tensor in watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.intercept.tensor_state import has_changed, same_values, state_of
+from lightning_pipe.intercept.tensor_state import same_values, version_of
 from lightning_pipe.torch_internals import NormBase
 
 
@@ -165,13 +165,13 @@ class BufferGuard:
             CutError: one of the others has changed.
         """
         before = [
-            (index, buffer, state_of(buffer))
+            (index, buffer, version_of(buffer))
             for index, buffer in enumerate(self._now())
             if not (buffer is None or index in free or isinstance(buffer, AbsentTensor))
         ]
         yield
-        for index, buffer, state in before:
-            if has_changed(buffer, state) or (index in values and not same_values(buffer, values[index])):
+        for index, buffer, version in before:
+            if version_of(buffer) != version or (index in values and not same_values(buffer, values[index])):
                 module, name = self._places[index]
                 raise found_changed(f"buffer '{name}' of a {type(module).__name__}")
 
