@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class SkippedLayers:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         tracker.digest.call(name, arguments, module)
         # the hooks come first: where the layer runs, they acted before it ended and was recorded
-        act(tracker, self._surroundings, module, args, kwargs, self._placeholder_for)
+        act(tracker, self._surroundings, module, args, kwargs, self._leaves)
         thorough = tracker.digest.counts_references(len(tracker.calls))
         if thorough and (following := tracker.following()) is not None and following.name == name:
             tracker.digest.refer(tracker.digest.referred(self._cache.referred(name, module)), following.changing)
@@ -104,7 +105,7 @@ class SkippedLayers:
         return Placeholder.of(leaf, self._device)
 
     def _leaves(
-        self, call: CallRecord, arguments: list[Any], old: Mapping[int, Tensor]
+        self, call: CallRecord, arguments: Sequence[Any], old: Mapping[int, Tensor] = MappingProxyType({})
     ) -> tuple[list[Any], list[Tensor]]:
         """What stands for the leaves of a call, and the tensors among them that are no arguments."""
         leaves: list[Any] = []
