@@ -14,10 +14,8 @@ from typing_extensions import override
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.tensor_state import copy_of, place_of, same_objects, same_values, version_of
 from lightning_pipe.intercept.uncounted import check_counted
-from lightning_pipe.intercept.user_objects import attributes_of, is_object
+from lightning_pipe.intercept.user_objects import LARGE, attributes_of, is_object
 
-_LARGE = 4096
-"""Containers of more elements are compared element by element only at their top level."""
 _CLONED = 1 << 16
 """Tensors of up to this many elements are cloned, so that a change in place can be undone."""
 
@@ -86,7 +84,7 @@ class Node:
         seen[id(owner)] = self  # first: what it holds may hold it
         self.owner = owner
         items = self.items()
-        large = len(items) > _LARGE
+        large = len(items) > LARGE
         self.kept = {key: (value, None if large else _node(value, seen)) for key, value in items.items()}
 
     def items(self) -> dict[Any, Any]:

@@ -36,7 +36,6 @@ from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.user_objects import inside
 from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active, tree_leaves
 
-_tokens = itertools.count()
 _PLAIN = (int, float, str, complex, bytes, torch.dtype)
 _NAMED = 5
 """Attributes that an error names at most."""
@@ -76,16 +75,12 @@ class Digest:
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
         self._numbers, self._name_of, self._word = numbers, name_of, 0
-        # a tensor may outlive a run as an attribute: the mark of an earlier run does not count
-        self._token = next(_tokens)
-        # by id, since ranks that are threads may be given the same objects
-        self._batch: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self, batch: Any) -> None:
-        """The run is about to begin, with this batch."""
+        """The run is about to begin, with this batch, of which no other run has the same tensors."""
         for position, leaf in enumerate(() if self.idle else tree_leaves(batch), start=1):
             if isinstance(leaf, Tensor):
-                self._batch[id(leaf)] = leaf, mix(position)
+                self._mark(leaf, mix(position))
 
     def draw(self, name: str, generator: torch.Generator | None = None) -> None:
         """A function of that name draws, from the stream of the code around or a generator."""
@@ -147,17 +142,14 @@ class Digest:
             return
         number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
         for tensor in left:
-            if id(tensor) in self._batch:
-                self._batch[id(tensor)] = tensor, number
-            else:
-                tensor._pipe_lineage = (self._token, number)  # type: ignore[attr-defined]
+            self._mark(tensor, number)
+
+    def _mark(self, tensor: Tensor, number: int) -> None:
+        tensor._pipe_lineage = (self._numbers.token, number)  # type: ignore[attr-defined]
 
     def _of_batch(self, tensor: Tensor) -> int | None:
-        known = self._batch.get(id(tensor))
-        if known is not None:
-            return known[1]
         mark = getattr(tensor, "_pipe_lineage", None)
-        return mark[1] if mark is not None and mark[0] == self._token else None
+        return mark[1] if mark is not None and mark[0] == self._numbers.token else None
 
     def of(self, leaf: Any, depth: int = 0) -> int:
         """A number for one leaf of what is given."""
@@ -183,8 +175,8 @@ class Digest:
             return _name(self._name_of(tensor) or "")
         version = version_of(tensor)
         mark = getattr(tensor, "_pipe_values", None)
-        if mark is None or version is None or mark[:2] != (self._token, version):
-            mark = tensor._pipe_values = self._token, version, _values(tensor)  # type: ignore[attr-defined]
+        if mark is None or version is None or mark[:2] != (self._numbers.token, version):
+            mark = tensor._pipe_values = self._numbers.token, version, _values(tensor)  # type: ignore[attr-defined]
         return int(mark[2])
 
 

@@ -44,17 +44,12 @@ def is_own(module: nn.Module) -> bool:
     Batch norms that defer their statistics keep some of every call, and cost a fifth more of a batch when looked into.
     """
     kind: Any = type(module)
-    return str(kind.__module__).partition(".")[0] not in ("torch", "lightning_pipe") and not is_metric(module)
-
-
-def is_metric(module: nn.Module) -> bool:
-    """Whether a module is a metric of torchmetrics."""
-    kind: Any = type(module)
-    return _is_metric(kind)
+    return str(kind.__module__).partition(".")[0] not in ("torch", "lightning_pipe") and not is_metric(kind)
 
 
 @cache
-def _is_metric(kind: type) -> bool:
+def is_metric(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class are metrics of torchmetrics."""
     return any(str(base.__module__).partition(".")[0] == "torchmetrics" for base in kind.__mro__)
 
 

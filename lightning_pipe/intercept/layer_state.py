@@ -81,7 +81,7 @@ class LayerState:
         *,
         one_pipe: bool = True,
     ) -> None:
-        self._modules = {name: part for name, part in module.named_modules() if not is_metric(part)}
+        self._modules = {name: part for name, part in module.named_modules() if not is_metric(type(part))}  # type: ignore[arg-type]
         # by id: a module that the step makes may not be able to tell its hash yet, as torchmetrics' are
         self._names = {id(part): name for name, part in self._modules.items()}
         self._root_of = {part: name for name, root in roots for part in root.modules()}
@@ -90,7 +90,6 @@ class LayerState:
         # by part, the stage of this rank that runs it
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
-        self._setting = False
         self._first_runs: WeakSet[FirstRun] = WeakSet()  # as long as somebody may run them again
         # what was there before complete runs: in the batch under way, and in those that others may not know of yet
         self._left: dict[Key, Any] = {}
@@ -153,14 +152,10 @@ class LayerState:
         place = f"the rank that runs '{root}'" if stage is None else self._ranks[stage]
         return AbsentValue(self.written(part, attribute), place)
 
-    def stage_of(self, part: nn.Module) -> int | None:
-        """The stage that runs the layer that a module is part of; ``None``: it is part of none."""
-        return self.stages.get(self._root_of.get(part, ""))
-
     def same_stage(self, name: str, part: nn.Module) -> bool:
         """Whether one stage runs a layer and another module."""
         stage = self.stages.get(name)
-        return stage is not None and stage == self.stage_of(part)
+        return stage is not None and stage == self.stages.get(self._root_of.get(part, ""))
 
     def is_computing(self, part: nn.Module) -> bool:
         """Whether a module is a part of a layer or outside module."""
@@ -223,7 +218,7 @@ class LayerState:
         Raises:
             CutError: the stage that keeps it does not run this code, or alone has what it is set by.
         """
-        if not self._setting or not (attribute == "training" or part in self._root_of):
+        if not (attribute == "training" or part in self._root_of):
             return
         key, former = (part, attribute), _holder(part, attribute).get(attribute, _MISSING)
         if self.is_kept(*key) and run.is_behind(self._root_of[part]):
@@ -273,13 +268,12 @@ class LayerState:
         thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
         held = held_by(self.around, self._modules, self._root_of) if thorough else None
         hidden = [*self._hide_others(run)]
-        self.set_by_run, self._setting = {}, True
+        self.set_by_run = {}
         complete = False
         try:
             yield
             complete = run.complete
         finally:
-            self._setting = False
             if complete and counts:
                 self._leave()
             else:

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+LARGE = 4096
+"""What more is in containers of more elements is neither searched nor compared element by element."""
 _OF_PYTHON = (SimpleNamespace, Namespace, UserDict, UserList)
 """Classes of the standard library whose objects keep the user's values in attributes."""
 
@@ -31,9 +33,11 @@ def inside(value: Any) -> Any:
 
 
 def values_in(value: Any) -> list[Any]:
-    """The values that it holds, without keys and names."""
+    """The values that it holds, without keys and names, unless they are many."""
     held = inside(value)
-    return [] if held is None else [*(held.values() if isinstance(held, Mapping) else held)]
+    if held is None or len(held) > LARGE:
+        return []
+    return [*(held.values() if isinstance(held, Mapping) else held)]
 
 
 def is_object(value: Any) -> bool:
