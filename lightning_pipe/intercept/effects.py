@@ -23,7 +23,7 @@ from lightning_pipe.intercept.tensor_state import same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_apply"}
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class Effect(NamedTuple):

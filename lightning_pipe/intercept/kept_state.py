@@ -30,7 +30,7 @@ def written(*path: str) -> str:
 
 def is_data(name: str) -> bool:
     """Whether an attribute of this name is neither a part of how a module is built nor one of its buffers."""
-    return is_compared(name) and name not in ("forward", "_apply", "_buffers")
+    return is_compared(name) and name not in ("forward", "_buffers")
 
 
 def is_state(value: Any) -> bool:

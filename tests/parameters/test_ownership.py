@@ -126,7 +126,9 @@ def test_every_tensor_changes_its_type_in_nested_and_shared_modules() -> None:
     net.layers = nn.ModuleList(WithShared(shared, nn.Linear(2, 2)) for _ in range(2))
     ownership, _ = divided(0, net)
     ownership.release_layers()
+    before = [*net.parameters()]
     net.double()
+    assert all(one is other for one, other in zip(before, net.parameters(), strict=True))
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float64}
     assert net.layers[0](torch.ones(1, 2).double()).dtype == torch.float64
     assert is_absent(net.layers[1].own.weight)
