@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.transport.base import Transport
 from tests.benchmarks.measure import Finding
-from tests.gpu.rows import compared, on_device
-from tests.gpu.setting import PLACE, Setting
+from tests.gpu.rows import PLACE, compared, on_device
+from tests.gpu.setting import Setting
 from tests.support import equality_sweep, oracle
 from tests.support.equality_sweep import Point
 from tests.support.model_zoo import ZOO

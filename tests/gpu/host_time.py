@@ -16,7 +16,8 @@ from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.transport.single_process import SingleProcess
 from tests.benchmarks.measure import Finding, microseconds
 from tests.gpu.encoder import encoder
-from tests.gpu.setting import PLACE, Setting
+from tests.gpu.rows import PLACE
+from tests.gpu.setting import Setting
 
 STAGES, MICRO_BATCHES = 4, 8
 ACTIONS = 2 * STAGES * MICRO_BATCHES

@@ -23,7 +23,8 @@ from lightning_pipe.transport.single_process import SingleProcess
 from recipes.models.amoebanet import AmoebaNet
 from recipes.models.gpipe_transformer import GPipeTransformer
 from tests.benchmarks.measure import Finding
-from tests.gpu.setting import PLACE, Setting, clear
+from tests.gpu.rows import PLACE, clear
+from tests.gpu.setting import Setting
 
 GB = 10**9
 LIMITS = (8, 16)

@@ -15,8 +15,8 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.single_process import SingleProcess
 from tests.benchmarks.measure import Finding
-from tests.gpu.rows import compared
-from tests.gpu.setting import PLACE, Setting
+from tests.gpu.rows import PLACE, compared
+from tests.gpu.setting import Setting
 
 WIDTH, LAYERS, PARTS, BATCHES = 8, 4, 2, 3
 Between = Callable[[Tensor], Tensor]

@@ -12,8 +12,7 @@ import torch
 from lightning_pipe.transport.arrangement import open_transport
 from tests.benchmarks.measure import Finding
 from tests.gpu.delays import Disturbance, disturbed
-from tests.gpu.rows import compared, moved_trace, on_device
-from tests.gpu.setting import PLACE
+from tests.gpu.rows import PLACE, compared, moved_trace, on_device
 from tests.support import equality_sweep, oracle, processes
 from tests.support.equality_sweep import Point
 from tests.support.model_zoo import ZOO

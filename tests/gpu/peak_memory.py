@@ -17,7 +17,8 @@ from lightning_pipe.profiling.measure import measure_profile
 from lightning_pipe.transport.single_process import SingleProcess
 from tests.benchmarks.measure import Finding
 from tests.gpu.encoder import encoder
-from tests.gpu.setting import PLACE, Setting, clear
+from tests.gpu.rows import PLACE, clear
+from tests.gpu.setting import Setting
 
 MIB = 1 << 20
 STAGES, MICRO_BATCHES = 2, 4
