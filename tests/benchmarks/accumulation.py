@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_pipe
 from tests.benchmarks.against_torch import Block
-from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.benchmarks.measure import SILENT, Finding, Ratio, alternate
 
 WIDTH, SAMPLES, BLOCKS, STEPS = 512, 32, 8, 8
 SLOWER = 0.97
@@ -95,10 +95,7 @@ def fit(batch_size: int, **options: Any) -> float:
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
         callbacks=[stopwatch],
         **options,
     )

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe import schedules
 from lightning_pipe.simulate import simulate
 from recipes.reproduce.sleeping import Sleeper
-from tests.benchmarks.measure import Finding
+from tests.benchmarks.measure import SILENT, Finding
 from tests.support import processes
 
 TOLERANCES = {4: 0.03, 8: 0.05}
@@ -90,10 +90,7 @@ def measure(process: int, schedule: str, ranks: int, micro_batches: int, batches
         strategy=PipeStrategy(schedule=schedule, micro_batches=micro_batches, layers="layers"),
         max_epochs=1,
         limit_train_batches=batches,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
     )
     with redirect_stdout(io.StringIO()):  # the plan, and the closing line with start and end in it
         trainer.fit(module)

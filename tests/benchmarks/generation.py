@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
-from tests.benchmarks.measure import Finding
+from tests.benchmarks.measure import SILENT, Finding
 from tests.support import processes
 
 LAYERS, WIDTH, SAMPLES, PROMPT = 8, 512, 4, 16
@@ -45,8 +45,7 @@ def predict(process: int, ranks: int, tokens: int) -> tuple[float, list[Any]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows = torch.randint(2, 4096, (4 * SAMPLES, PROMPT), generator=torch.Generator().manual_seed(1))
     options: Any = {"strategy": PipeStrategy(layers="net.transformer.h")} if ranks > 1 else {}
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(accelerator="cpu", devices=ranks, enable_model_summary=False, **quiet, **options)
+    trainer = L.Trainer(accelerator="cpu", devices=ranks, **SILENT, **options)
     module = Generates(tokens)
     found = trainer.predict(module, DataLoader(rows, batch_size=SAMPLES))
     return SAMPLES * tokens / min(module.seconds[2:]), [each.tolist() for each in found or ()]

@@ -7,6 +7,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+SILENT = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of a Trainer that does nothing but its loop."""
+
 
 @dataclass(frozen=True)
 class Finding:

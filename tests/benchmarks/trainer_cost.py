@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 import time
 import warnings
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.benchmarks.measure import Finding
+from tests.benchmarks.measure import SILENT, Finding
 from tests.support import processes
 
 WIDTH, SIZE, LAYERS, MICRO_BATCHES = 8, 4, 4, 2
@@ -109,10 +108,7 @@ def measure(process: int, strategy: str | None, devices: int, batches: int) -> t
         callbacks=[clock],
         max_epochs=1,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
     )
     data = DataLoader(TensorDataset(*torch.randn(2, devices * SIZE * batches, WIDTH)), batch_size=SIZE)
     module = Tiny()
@@ -122,9 +118,3 @@ def measure(process: int, strategy: str | None, devices: int, batches: int) -> t
     trainer.validate(module, data, verbose=False)
     periods = [later - earlier for earlier, later in pairwise(clock.ends)][SKIPPED:]
     return statistics.median(periods), clock.validation / batches
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for finding in run(quick=True):
-        print(finding)

@@ -35,9 +35,9 @@ POINTS: tuple[tuple[int, int, Sharding], ...] = (
 class Llama(L.LightningModule):
     """Transformers' own plan says how tensor ranks divide it."""
 
-    def __init__(self, width: int = 32, depth: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        sizes = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=16))
 
@@ -79,7 +79,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in present}.values())
 
 
-def train(process: int, replicas: int, tensor: int, sharding: Sharding, **sizes: int) -> tuple[StepBytes, str]:
+def train(process: int, replicas: int, tensor: int, sharding: Sharding) -> tuple[StepBytes, str]:
     """Two batches; what this process has at the most, and what it prints."""
     quiet()
     warnings.filterwarnings("ignore")
@@ -112,7 +112,7 @@ def train(process: int, replicas: int, tensor: int, sharding: Sharding, **sizes:
     )
     tokens = torch.randint(0, 64, (2 * BATCH, 8), generator=torch.Generator().manual_seed(2))
     with patch.object(FullySharded, "_reduce", reduced), redirect_stdout(StringIO()) as printed:
-        trainer.fit(Llama(**sizes), DataLoader(tokens, batch_size=BATCH))
+        trainer.fit(Llama(), DataLoader(tokens, batch_size=BATCH))
     return most.found, printed.getvalue()
 
 
