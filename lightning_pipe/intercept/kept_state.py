@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.intercept.user_objects import inside, is_object
@@ -26,6 +27,21 @@ Place = tuple[str, str]
 def written(*path: str) -> str:
     """An attribute as code writes it, by the names that lead to it; the LightningModule's own is empty."""
     return ".".join(filter(None, ("self", *path)))
+
+
+def in_several_pipes(changed: str, who: str = "the step") -> CutError:
+    """With several pipes, the step or a layer changes an attribute.
+
+    Args:
+        changed: the attribute as code writes it.
+        who: changes it.
+    """
+    return CutError(
+        f"{who} changes `{changed}`, and this schedule has several pipes: none of them runs all micro-batches, so none "
+        "has the value that one device has.",
+        hint="Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one "
+        "pipe, such as schedule='1f1b'. What is logged is joined.",
+    )
 
 
 def is_data(name: str) -> bool:

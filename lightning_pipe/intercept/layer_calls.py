@@ -14,8 +14,8 @@ from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import RecordCache
 from lightning_pipe.intercept.effects import Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
-from lightning_pipe.intercept.kept_state import Place, written
-from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
+from lightning_pipe.intercept.kept_state import Place, in_several_pipes, written
+from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import found_changed, release_saved

@@ -30,7 +30,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
 from lightning_pipe.intercept.contents import Change
-from lightning_pipe.intercept.kept_state import Place, alike, is_metric, written
+from lightning_pipe.intercept.kept_state import Place, alike, in_several_pipes, is_metric, written
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
@@ -378,21 +378,6 @@ class LayerState:
         """What the step or calls have changed so far, as code writes it."""
         keys = (*self.set_by_run, *self._left, *self._late, *self._known)
         yield from dict.fromkeys(self.written(*key) for key in keys if key[1] != "training")
-
-
-def in_several_pipes(changed: str, who: str = "the step") -> CutError:
-    """With several pipes, the step or a layer changes an attribute.
-
-    Args:
-        changed: the attribute as code writes it.
-        who: changes it.
-    """
-    return CutError(
-        f"{who} changes `{changed}`, and this schedule has several pipes: none of them runs all micro-batches, so none "
-        "has the value that one device has.",
-        hint="Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one "
-        "pipe, such as schedule='1f1b'. What is logged is joined.",
-    )
 
 
 def _holder(part: nn.Module, attribute: str) -> dict[str, Any]:
