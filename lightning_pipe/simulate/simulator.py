@@ -44,9 +44,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for action, start, end in timed
     ]
     timeline = Timeline.of([*events, *ends], ranks=schedule.ranks, title=schedule.name)
-    if not schedule.synchronous:
-        timeline = replace(timeline, synchronous=False, steady=timeline.repeating())
-    return timeline
+    return replace(timeline, synchronous=schedule.synchronous)
 
 
 def simulate_batch(build: Callable[[int], Schedule], micro_batches: int, costs: Costs | None = None) -> Timeline:

@@ -131,15 +131,12 @@ class Timeline:
 
     @cached_property
     def steady_bubble_ratio(self) -> Number:
-        """Idle part of what repeats: the period in the middle of a long timeline, or else all of it.
+        """Idle part of what repeats in the middle third of a long timeline; of all of it if nothing does.
 
         A period is a number of micro-batches after which every action comes again, all after the same time.
         """
-        found = self.repeating() if self.steady is None else self.steady
-        return self.bubble_ratio if found is None else found
-
-    def repeating(self) -> Number | None:
-        """Idle part of what repeats in the middle third; ``None`` if nothing does."""
+        if self.steady is not None:
+            return self.steady
         by_micro_batch: dict[int, dict[tuple[object, ...], Event]] = defaultdict(dict)
         for event in chain.from_iterable(self.compute):
             if event.micro_batch is not None:
@@ -153,7 +150,7 @@ class Timeline:
                 work = sum(event.end - event.start for event in chain.from_iterable(repeated))
                 whole = self.ranks * period
                 return ratio(whole - work, whole)
-        return None
+        return self.bubble_ratio
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
