@@ -108,7 +108,7 @@ def on_ranks(process: int, options: dict[str, Any], accumulate: int = 1) -> Any:
     return found, pipeline.evaluate(lambda batch: model(batch[0]), batches(11)), model.sizes
 
 
-def joint_passes(process: int, scaling: Any, dropout: float) -> tuple[list[float], int]:
+def joint_passes(scaling: Any, dropout: float) -> tuple[list[float], int]:
     """The losses, and how many forward passes were over two micro-batches."""
     model = net(dropout=dropout)
     pipeline = Pipeline(model, layers="blocks", micro_batches=4, schedule=Chimera(scaling=scaling))
@@ -120,11 +120,14 @@ def joint_passes(process: int, scaling: Any, dropout: float) -> tuple[list[float
     return losses, pipeline._engine.executor.joint.passes
 
 
+def both_scalings(process: int, dropout: float) -> list[tuple[list[float], int]]:
+    return [joint_passes(scaling, dropout) for scaling in ("direct", "forward_doubling")]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_forward_doubling_changes_no_numbers(dropout: float) -> None:
     """Those of a micro-batch are the same in all schedules; what draws random numbers runs apart."""
-    (expected, _), _ = run_world(joint_passes, 2, timeout=SECONDS, scaling="direct", dropout=dropout)
-    for losses, passes in run_world(joint_passes, 2, timeout=SECONDS, scaling="forward_doubling", dropout=dropout):
+    for (expected, _), (losses, passes) in run_world(both_scalings, 2, timeout=SECONDS, dropout=dropout):
         assert losses == pytest.approx(expected, rel=TOLERANCE)
         assert (passes > 0) == (dropout == 0)
 
