@@ -15,8 +15,9 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python;
 	"$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 \
 	&& { echo "$$python"; break; }; done)
 BIN := .venv/bin
-# One thread per process: several processes share the cores, here as in training.
-RUN := OMP_NUM_THREADS=1 $(BIN)/python
+# One thread per process: several processes share the cores, here as in training. And files of bytecode, also in an image
+# that forbids them: without, each process of the tests compiles all that it imports, for ten seconds.
+RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python
 EXTRAS := $(addprefix tests/recipes/test_,extras.py config.py docs.py) tests/trainer/test_service_loggers.py
 # Modules in the order of their names: by number of tests, as otherwise, the few long tests come last, on one worker.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
