@@ -15,7 +15,7 @@ from lightning_pipe.partition import AUTO, Layers, divide, find_layers, places_b
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.layer_sizes import of_process
-from lightning_pipe.planning.memory import Held
+from lightning_pipe.planning.memory import HeldParameters
 from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
@@ -146,14 +146,19 @@ def assembled(
         built: bytes that every process has built whole.
     """
     accumulation = 1 if batch is None else batch.accumulation
-    held = Held(places_by_stage(module, layers, counts), placement, topology, division, accumulation)
-    seen: dict[str, list[int]] = {}
-    for stage, own in enumerate(held.stages):
+    held = HeldParameters(places_by_stage(module, layers, counts), placement, topology, division, accumulation)
+    names, seen, stages = [name for name, _ in layers], dict[str, list[int]](), list[StagePlan]()
+    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
+        ranks, own = [rank for (_, place), rank in placement.items() if place == stage], held.stages[stage]
+        processes = sorted(process for each in topology.tensor_slices for process in each.holders(ranks))
+        trained = sum(one.size for one in own if one.parameter.requires_grad)
+        parameters, size = sum(one.size for one in own), int(held.step(own).total)
+        stages.append(StagePlan(stage, tuple(processes), tuple(names[start:end]), parameters, trained, size))
         for one in own:
             seen.setdefault(one.name, []).append(stage)
     return Plan(
         type(module).__name__,
-        stage_plans([name for name, _ in layers], counts, held),
+        tuple(stages),
         RunLayout(topology.ranks, topology.replicas, len(counts), topology.tensor),
         label,
         batch,
@@ -167,24 +172,6 @@ def assembled(
 def label_of(family: Family, passes: int) -> str:
     """The schedule of a plan in words."""
     return family.label if passes == 1 else f"{family.label} in {passes} passes"
-
-
-def stage_plans(names: Sequence[str], counts: Sequence[int], held: Held) -> tuple[StagePlan, ...]:
-    """What every stage has.
-
-    Args:
-        names: of all layers.
-        counts: layers of every stage.
-        held: the parameters.
-    """
-    plans = []
-    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        ranks, own = [rank for (_, place), rank in held.placement.items() if place == stage], held.stages[stage]
-        processes = sorted(process for each in held.topology.tensor_slices for process in each.holders(ranks))
-        trained = sum(one.size for one in own if one.parameter.requires_grad)
-        parameters, size = sum(one.size for one in own), held.step(own).total
-        plans.append(StagePlan(stage, tuple(processes), tuple(names[start:end]), parameters, trained, size))
-    return tuple(plans)
 
 
 def with_activations(plan: Plan, topology: Topology, schedule: Schedule, memory: Memory) -> Plan:

@@ -50,7 +50,7 @@ class Wide(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-4, foreach=False)
 
 
-class Held(L.Callback):
+class Most(L.Callback):
     """What a process holds between two batches of a step, and at the most from the second step on."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def train(process: int, holders: int, sharding: Sharding, width: int, depth: int
     # or the C library keeps what is freed, once it has been asked for as much before
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
     torch.manual_seed(1)
-    held = Held()
+    held = Most()
     strategy = PipeStrategy(
         "chimera", micro_batches=2, data_parallel_size=holders // 2, shard_optimizer=sharding, gather_limit=0
     )
