@@ -88,9 +88,10 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     equation = BatchEquation(asked.batch, number, asked.replicas, asked.accumulation)
     costs, memory, known = None, None, "that of weights, gradients and two optimizer moments in 32 bits"
     if profile is not None:
-        copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
+        holders = [frozenset(order.holders(stage)) for stage in range(stages)]
+        copies = [asked.replicas * len(each) for each in holders]
         given = (profile, counts, -(-asked.batch // count), copies, asked.shard_optimizer)
-        costs, memory = stage_costs(*given), stage_memory(*given)
+        costs, memory = stage_costs(*given), stage_memory(*given, holders)
         known = "the most that is held: weights, gradients, two optimizer moments, and activations"
     placement = {place: rank for place, rank in order.placement.items() if place[1] < stages}  # of one pass
     topology = asked.topology(placement[0, stages - 1])
