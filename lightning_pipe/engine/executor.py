@@ -109,28 +109,9 @@ class Executor:
         }
 
     @property
-    def held(self) -> int:
-        """Forward passes whose backward pass is still to come."""
-        return len(self._under_way.saved)
-
-    @property
     def peak_held(self) -> int:
-        """The most of them at any time of the last batch."""
+        """The most forward passes that waited for their backward pass at any time of the last batch."""
         return self._under_way.peak_held
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of all messages so far whose size both ends had agreed on."""
-        return self.exchange.sent.total()
-
-    def agree_on_plans(self, micro_batches: range, since: int) -> None:
-        """Make plans of what has crossed boundaries for some micro-batches, all of which have come back.
-
-        Args:
-            micro_batches: their numbers, the same on all ranks.
-            since: the first micro-batch that the plans are in force for.
-        """
-        self.exchange.agree([key for key in self.exchange.transfers if key.micro_batch in micro_batches], since)
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
+from lightning_pipe.engine.asynchronous import AsynchronousPipeline
 from lightning_pipe.engine.batch import Batch, Cut, StepFunction
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.connections import connect
@@ -171,7 +171,7 @@ class Pipeline(PartitionedModule):
         if self.asynchronous is not None:
             raise ConfigurationError(
                 f"Schedule {self.family.name!r} does not finish a batch before the next one.",
-                hint="Call advance for every batch and drain in the end.",
+                hint="Call `asynchronous.advance` for every batch and `asynchronous.drain` in the end.",
             )
         self.gradients_divided = False
         self.reductions.overlapped = reduce
@@ -179,7 +179,7 @@ class Pipeline(PartitionedModule):
         first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
         if first:
             self._buffer_sync.begin()
-        batch = self._batch(step, micro_batches, weights, seed, training=True)
+        batch = self.batch(step, micro_batches, weights, seed, training=True)
         batch.cut = cut
         if (sharded := self.reductions.sharded) is not None:
             batch.using = lambda stage, _: sharded.whole(stage % len(self.stage_layers))
@@ -229,7 +229,7 @@ class Pipeline(PartitionedModule):
         """The batch of an evaluation; see `evaluate`."""
         if self.asynchronous is not None and self.asynchronous.in_flight:
             raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        return self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+        return self.batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
 
     def commit_evaluated(self) -> None:
         """End the batch of an evaluation for norms in training mode: they learn as on one device."""
@@ -243,38 +243,6 @@ class Pipeline(PartitionedModule):
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
         self._interceptor.returning(result)
-
-    def advance(
-        self,
-        step: StepFunction,
-        micro_batches: Sequence[Any],
-        weights: Sequence[float],
-        *,
-        seed: int = 0,
-    ) -> CallResult:
-        """Let an asynchronous schedule go on by one batch; others stay in flight.
-
-        The gradients that are due are added to ``parameter.grad``, summed over all holders of each parameter. Let the
-        optimizer step before the next call if there are any (``CallResult.update``).
-
-        Args:
-            step: see `train`; it is called for this batch in later calls, too.
-            micro_batches: the slices of the batch, the same on all ranks of the pipeline.
-            weights: the factor of each micro-batch's loss.
-            seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
-
-        Raises:
-            ConfigurationError: the schedule is not asynchronous, or another number of micro-batches in a batch.
-        """
-        if self.asynchronous is None:
-            raise ConfigurationError(
-                f"Schedule {self.family.name!r} finishes every batch before the next one.", hint="Call train."
-            )
-        return self.asynchronous.advance(self._batch(step, micro_batches, weights, seed, training=True))
-
-    def drain(self) -> Iterator[CallResult]:
-        """Finish what is in flight, one call after the other; the optimizer may have to step after each."""
-        return iter(()) if self.asynchronous is None else self.asynchronous.drain()
 
     def reduce_gradients(self) -> None:
         """Sum ``parameter.grad`` over the holders of each parameter, all at once."""
@@ -310,7 +278,7 @@ class Pipeline(PartitionedModule):
             executor.run(program, batch)
         return batch.results
 
-    def _batch(
+    def batch(
         self,
         step: StepFunction,
         micro_batches: Sequence[Any],

@@ -99,7 +99,7 @@ class StreamedEvaluation:
         with self._pipeline.running(self._batches[number].streams) if forward else nullcontext():
             executor.advance([action], (), self._find, number, self.lag)
         # no gradients come back, and no rank is so many batches ahead of another
-        executor.agree_on_plans(range(number, number + 1), since=number + self.lag)
+        executor.exchange.agree((number,), since=number + self.lag)
         if forward:
             self._pipeline.commit_evaluated()
 

@@ -261,9 +261,9 @@ def train(
         # every replica has its own part of the batch
         parts, weights = (each[transport.replica :: replicas] for each in split(batch, micro_batches * replicas))
         rank.weights.append(weights)
-        rank.take([pipeline.advance(step, parts, rank.weights[-1], seed=number)])
+        rank.take([pipeline.asynchronous.advance(step, parts, rank.weights[-1], seed=number)])
         if number in drains or number == len(data):
-            rank.take(pipeline.drain())
+            rank.take(pipeline.asynchronous.drain())
         if number in drains:
             with torch.no_grad():
                 values = pipeline.evaluate(step, [dict(data[0])])
