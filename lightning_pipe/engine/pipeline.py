@@ -57,6 +57,7 @@ class Pipeline(PartitionedModule):
     Attributes:
         training_executor: that of training batches, which may have several passes; ``executor``: of all others.
         elapsed, busy: seconds of all training batches but the first, and those in which this rank computed.
+        program: what this rank does for a batch of so many micro-batches and passes.
         skips: pairs of stages, not neighbours, of which a skip connection goes straight from one to the other.
         reductions: sums the gradients of parameters that other processes hold as well.
         gradients_divided: whether holders of the same parameters have dropped gradients since the last batch.
@@ -96,7 +97,7 @@ class Pipeline(PartitionedModule):
         self.executor = self._executor(1, routes)
         self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures: dict[Hashable, int] = {}
-        self._program = cache(self._lowered)
+        self.program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
@@ -271,7 +272,7 @@ class Pipeline(PartitionedModule):
 
     def _run(self, batch: Batch) -> dict[int, Any]:
         training = batch.training
-        program = self._program(len(batch.micro_batches), training)
+        program = self.program(len(batch.micro_batches), self.passes if training else 1, training=training)
         executor = self.training_executor if training else self.executor
         self._interceptor.state.begin_batch()
         with self.running(batch.streams):
@@ -319,10 +320,11 @@ class Pipeline(PartitionedModule):
         finally:
             end_passes()
 
-    def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
-        schedule = self.schedule(micro_batches, self.passes if training else 1)
+    def _lowered(self, micro_batches: int, passes: int, *, training: bool) -> tuple[Action, ...]:
+        """What this rank does for a batch."""
+        schedule = self.schedule(micro_batches, passes)
         order = schedule if training else forward_only(schedule, micro_batches)
-        return lower(order, self.skips if schedule.stages == len(self.balance) else ())[self.transport.rank]
+        return lower(order, self.skips if passes == 1 else ())[self.transport.rank]
 
     @override
     def restore(self) -> None:
