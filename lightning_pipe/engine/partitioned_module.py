@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.construction import materialize
+from lightning_pipe.engine.refusals import check_division
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.gradient_groups import HeldParameter, uses_of_ranks
@@ -56,6 +57,7 @@ class PartitionedModule:
     Raises:
         PartitionError: the balance does not add up to the layers.
         ScheduleError: the schedule cannot be built for these ranks and stages.
+        ConfigurationError: see `check_division`.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class PartitionedModule:
             raise PartitionError(
                 f"The balance {list(balance)} adds up to {sum(balance)}; there are {len(layers)} layers."
             )
+        check_division(module, layers, len(balance))
         self.module, self.transport, self.family = module, transport, family
         self.recompute: Recompute = recompute
         self.layers, self.balance = list(layers), list(balance)

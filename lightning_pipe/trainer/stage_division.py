@@ -16,7 +16,6 @@ from lightning_pipe.config import Auto, Sharding
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.engine.refusals import check_layers, check_quantized
 from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from lightning_pipe.partition import (
     AUTO,
@@ -217,8 +216,6 @@ class StageDivision:
                     f"balance asks for {asked} layers in the stages; an earlier run has divided them as {counts}.",
                     hint="Leave balance out, or gather the module after that run: trainer.strategy.whole_module()",
                 )
-        check_layers(layers, len(counts))
-        check_quantized(module, len(counts))
         if whole is not None:
             undivided.divide(whole, layers, counts, passes, deferred_batch_norm=options.deferred_batch_norm)
             return Division(whole, notes, costs, built)
