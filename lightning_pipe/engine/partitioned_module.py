@@ -277,16 +277,8 @@ class PartitionedModule:
         Returns:
             Names of what no rank has.
         """
-        topology, transport = self.transport.topology, self.transport
-        order = [topology.process(transport.replica, rank) for rank in range(topology.ranks)]
-
-        def gather(mine: Any) -> list[Any]:
-            found = dict(
-                zip(self.pipeline_members, transport.all_gather_object(mine, self.pipeline_members), strict=True)
-            )
-            return [found[process] for process in order]
-
-        return self.ownership.agree_on_lost(gather)
+        transport = self.transport
+        return self.ownership.agree_on_lost(lambda mine: transport.all_gather_object(mine, transport.peers))
 
     @cached_property
     def norms(self) -> dict[DeferredBatchNorm, str]:
