@@ -190,7 +190,16 @@ class PartitionedModule:
             is_of_one = len(users) == 1 and self.ownership.in_layers_alone(name) and owners == self.holders(min(users))
             yield HeldParameter(parameter, owners, min(users) if is_of_one else None)
 
-    def owner_sets(self) -> list[tuple[int, ...]]:
+    def make_groups(self) -> None:
+        """Prepare the groups of processes that have something in common. Collective."""
+        topology = self.transport.topology
+        groups = [topology.members(replica, range(topology.ranks)) for replica in range(topology.replicas)]
+        groups += [tuple(sorted(topology.replica_processes(rank))) for rank in range(topology.ranks)]
+        groups += [topology.holders(owners) for owners in self._owner_sets()]
+        # Without repetitions, and in this order: processes make groups together, one after the other.
+        self.transport.make_groups(list(dict.fromkeys(groups)))
+
+    def _owner_sets(self) -> list[tuple[int, ...]]:
         """The different sets of ranks that hold something in common."""
         return list(dict.fromkeys(self.owners(name) for name, _ in named_tensors(self.module)))
 
@@ -203,7 +212,7 @@ class PartitionedModule:
         used = self.ownership.used if sharded is None else sharded.together(self.ownership.used)
         self.ownership.learn_users(uses_of_ranks(self.transport, self.placement, used))
         # Groups of processes are made in the same order everywhere, or the library that makes them hangs.
-        topology, owner_sets = self.transport.topology, sorted(self.owner_sets())
+        topology, owner_sets = self.transport.topology, sorted(self._owner_sets())
         self.transport.make_groups([topology.holders(owners) for owners in owner_sets])
         if sharded is not None:
             sharded.forget(self.holds)

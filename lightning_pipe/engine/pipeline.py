@@ -15,7 +15,6 @@ from typing_extensions import override
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline
 from lightning_pipe.engine.batch import Batch, Cut, StepFunction
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
-from lightning_pipe.engine.connections import connect
 from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.partitioned_module import PartitionedModule
@@ -32,10 +31,12 @@ from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.parameters.buffer_sync import BufferSync
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, discard_all, end_passes
 from lightning_pipe.parameters.gradient_groups import GradientGroups
-from lightning_pipe.schedules import Action, Family, forward_only, lower
+from lightning_pipe.schedules import Action, Family, Kind, forward_only, lower
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Event, Timeline
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.base import Channel, Direction, Lane, Transport
+
+_DIRECTIONS: dict[Kind, Direction] = {Kind.SEND_FORWARD: "forward", Kind.SEND_BACKWARD: "backward"}
 
 
 class Pipeline(PartitionedModule):
@@ -56,8 +57,8 @@ class Pipeline(PartitionedModule):
 
     Attributes:
         training_executor: that of training batches, which may have several passes; ``executor``: of all others.
-        elapsed, busy: seconds of all training batches but the first, and those in which this rank computed.
         program: what this rank does for a batch of so many micro-batches and passes.
+        elapsed, busy: seconds of all training batches but the first, and those in which this rank computed.
         skips: pairs of stages, not neighbours, of which a skip connection goes straight from one to the other.
         reductions: sums the gradients of parameters that other processes hold as well.
         gradients_divided: whether holders of the same parameters have dropped gradients since the last batch.
@@ -101,12 +102,7 @@ class Pipeline(PartitionedModule):
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
-        # An evaluation may send on other channels than training.
-        orders = self.sample_schedule(), forward_only(self.sample_schedule(), 1)
-        programs = [lower(order, self.skips) for order in orders]
-        if self.passes > 1:
-            programs.append(lower(self.sample_schedule(self.passes)))
-        connect(self, programs)
+        self._connect()
         self.asynchronous = (
             None if self.synchronous else AsynchronousPipeline(self, deferred_batch_norm=deferred_batch_norm)
         )
@@ -132,6 +128,23 @@ class Pipeline(PartitionedModule):
             self._stage_done,
             ends_of(routes),
         )
+
+    def _connect(self) -> None:
+        """Prepare all groups and channels. Collective: every process does so in the same order, or the first hangs."""
+        self.make_groups()
+        # An evaluation may send on other channels than training.
+        orders = self.sample_schedule(), forward_only(self.sample_schedule(), 1)
+        programs = [lower(order, self.skips) for order in orders]
+        if self.passes > 1:
+            programs.append(lower(self.sample_schedule(self.passes)))
+        for program in programs:
+            channels = [
+                Channel(rank, action.peer, Lane(_DIRECTIONS[action.kind], action.pipe))
+                for rank, actions in enumerate(program)
+                for action in actions
+                if action.kind in _DIRECTIONS and action.peer is not None
+            ]
+            self.transport.connect(channels)
 
     def _stage_done(self, stage: int) -> None:
         """The gradients of a stage are complete when its first pass has had its backward passes: they come last."""

@@ -35,7 +35,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "unset": "construction/test_dropped_references",
     },
     "engine": {
-        "connections": "transport/test_transports",
         "pipeline": "engine/test_schedules",
         "refusals": "trainer/test_checks",
         "turns": "intercept/turns/test_run",
