@@ -294,17 +294,18 @@ class Executor:
 
     # ------------------------------------------------------------------ messages
 
-    def _send_forward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.send(key, _peer(action), self._signature(key.micro_batch), self._under_way.left.pop(key))
+    def _send_forward(self, _: Action, key: BoundaryKey) -> None:
+        left, peer = self._under_way.left.pop(key), self.placement[key.pipe, key.to]
+        self.exchange.send(key, peer, self._signature(key.micro_batch), left)
 
-    def _receive_forward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.expect(key, _peer(action), self._signature(key.micro_batch))
+    def _receive_forward(self, _: Action, key: BoundaryKey) -> None:
+        self.exchange.expect(key, self.placement[key.pipe, key.stage], self._signature(key.micro_batch))
 
-    def _send_backward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.send_gradients(key, _peer(action), self._under_way.gradients.pop(key))
+    def _send_backward(self, _: Action, key: BoundaryKey) -> None:
+        self.exchange.send_gradients(key, self.placement[key.pipe, key.stage], self._under_way.gradients.pop(key))
 
-    def _receive_backward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.expect_gradients(key, _peer(action))
+    def _receive_backward(self, _: Action, key: BoundaryKey) -> None:
+        self.exchange.expect_gradients(key, self.placement[key.pipe, key.to])
 
     def _reduce(self, action: Action, _: None) -> None:
         self.reduce(action.stage)
@@ -319,9 +320,3 @@ def _subject(action: Action) -> StageKey | BoundaryKey | None:
     if action.kind is Kind.REDUCE:
         return None
     return StageKey.of(action) if action.peer is None else BoundaryKey.of(action)
-
-
-def _peer(action: Action) -> int:
-    if action.peer is None:
-        raise ValueError(f"{action} has no peer")
-    return action.peer
