@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -33,6 +34,8 @@ from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
     from lightning_pipe.intercept.turns.run import TurnRun
+
+_AS_IT_IS = nullcontext()
 
 
 class RunCache:
@@ -112,7 +115,8 @@ class LayerCalls:
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
         try:
-            with tracker.paused(), self.surroundings.stream(key), counting():
+            mode = counting() if torch.is_inference_mode_enabled() else _AS_IT_IS
+            with tracker.paused(), self.surroundings.stream(key), mode:
                 tracker.touch(tensors, name)
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)

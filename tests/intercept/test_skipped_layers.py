@@ -27,9 +27,11 @@ def run_cache() -> RunCache:
     return RunCache(nn.Module(), LayerState(nn.Module(), []))
 
 
-def recorded(module: nn.Module, *args: Any, cache: RunCache | None = None) -> tuple[Any, CallRecord, Tracker]:
+def recorded(
+    module: nn.Module, *args: Any, cache: RunCache | None = None, thorough: bool = False
+) -> tuple[Any, CallRecord, Tracker]:
     first = tracker()
-    first.digest.thorough = True  # as in the first batches
+    first.digest.thorough = thorough
     calls = LayerCalls(
         StageLayers(0, range(1), NAMES, {}),
         first,
@@ -60,7 +62,7 @@ class Several(nn.Module):
 
 def test_a_result_is_described_and_answered() -> None:
     x = torch.ones(2, 3, requires_grad=True)
-    _, call, _ = recorded(Several(), x, {})
+    _, call, _ = recorded(Several(), x, {}, thorough=True)
     assert call.leaves[1:4] == (Repeated(0), Passed(0), 3)
     assert [(effect.container, effect.attribute) for effect in call.effects] == [(0, ""), (None, "kept")]
     other, state = Several(), dict[str, Tensor]()

@@ -110,7 +110,8 @@ class Inferring(Lit):
 def test_evaluations_run_outside_of_inference_mode() -> None:
     from lightning_pipe import PipeStrategy
 
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=PipeStrategy(stages=2, micro_batches=1), **QUIET)
+    strategy = PipeStrategy(layers="model", stages=2, micro_batches=1)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **QUIET)
     for _ in range(2):
         assert trainer.validate(Inferring().double(), Data(), verbose=False) == [{"inference": 0.0}]
 
