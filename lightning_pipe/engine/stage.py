@@ -126,7 +126,7 @@ class Stages:
         copies = inbound and inbound.copied()
         first, around = self.interceptor.state.begin_first(), self.interceptor.attributes_around()
         with nothing_saved(), self.buffers.noted(thorough=batch.thorough) as former:
-            _, crossings = self.forward(stage, micro_batch, batch, copies)
+            saved, crossings = self.forward(stage, micro_batch, batch, copies)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         sums = _sums(saved, crossings) if batch.thorough else None
         kept = Kept(inbound, calls, former, first, around, sums)

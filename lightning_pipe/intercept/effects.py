@@ -184,29 +184,6 @@ class _State:
         return any(version_of(leaf) != version for leaf, version in self._states)
 
 
-class Attributes:
-    """The tensors that have been set on skipped layers; `restore` puts back what was there."""
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
-
-    def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
-        """Let the part of ``module`` that the effect names keep ``value``."""
-        owner = vars(module.get_submodule(effect.path))
-        # of an attribute that is set again the first value alone: those in between are not held where the layer runs
-        self._before.setdefault((id(owner), effect.attribute), (owner, owner.get(effect.attribute, self)))
-        owner[effect.attribute] = value
-
-    def restore(self) -> None:
-        """Put everything back as it was: this rank may run the layer too, for other micro-batches."""
-        for (_, attribute), (owner, value) in self._before.items():
-            if value is self:
-                owner.pop(attribute, None)
-            else:
-                owner[attribute] = value
-        self._before.clear()
-
-
 def containers_in(values: Iterable[Any]) -> Iterator[Any]:
     """The lists and dictionaries among the arguments of a call, in order, with those inside them."""
     for value in values:

@@ -22,6 +22,26 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, np.ndarray)
 
 Place = tuple[str, str]
 """The path from a module to a part of it, and the name of an attribute or buffer there."""
+Key = tuple[nn.Module, str]
+"""A module, and the name of an attribute or buffer of it."""
+MISSING = object()
+
+
+def now(part: nn.Module, attribute: str) -> Any:
+    """What an attribute or buffer of a module is; `MISSING` if there is none."""
+    return _holder(part, attribute).get(attribute, MISSING)
+
+
+def put(part: nn.Module, attribute: str, value: Any) -> None:
+    """Let an attribute or buffer of a module be this, past its ``__setattr__``; `MISSING` takes it away."""
+    if value is MISSING:
+        _holder(part, attribute).pop(attribute, None)
+    else:
+        _holder(part, attribute)[attribute] = value
+
+
+def _holder(part: nn.Module, attribute: str) -> dict[str, Any]:
+    return part._buffers if attribute in part._buffers else vars(part)
 
 
 def written(*path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -115,8 +115,7 @@ class LayerCalls:
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
         try:
-            mode = counting() if torch.is_inference_mode_enabled() else _AS_IT_IS
-            with tracker.paused(), self.surroundings.stream(key), mode:
+            with tracker.paused(), self.surroundings.stream(key), _mode():
                 tracker.touch(tensors, name)
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
@@ -279,6 +278,11 @@ class LayerCalls:
                 self._skips[key] = stashed[key] = alias
                 self.routed[self.tracker.numbers.give(alias)] = self._stage.routes[key]
         return stashed, popped
+
+
+def _mode() -> AbstractContextManager[None]:
+    """Around the call of a layer: not in inference mode, which a step may have set."""
+    return counting() if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:

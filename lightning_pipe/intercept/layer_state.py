@@ -30,7 +30,17 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
 from lightning_pipe.intercept.contents import Change
-from lightning_pipe.intercept.kept_state import Place, alike, in_several_pipes, is_metric, written
+from lightning_pipe.intercept.kept_state import (
+    MISSING,
+    Key,
+    Place,
+    alike,
+    in_several_pipes,
+    is_metric,
+    now,
+    put,
+    written,
+)
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
@@ -41,11 +51,8 @@ if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
     from lightning_pipe.intercept.turns.run import TurnRun
 
-_MISSING = object()
 _kept: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 """What the calls of modules have changed in them: a second Trainer finds what the first one has left."""
-
-Key = tuple[nn.Module, str]
 
 
 @dataclass(eq=False)
@@ -140,9 +147,9 @@ class LayerState:
                 self._hide(part, place[1])
 
     def _hide(self, part: nn.Module, attribute: str) -> None:
-        value = _holder(part, attribute).get(attribute)
+        value = now(part, attribute)
         if part not in self._run_here and not isinstance(value, AbsentValue | AbsentTensor):
-            _put(part, attribute, self._absent(part, attribute, value))
+            put(part, attribute, self._absent(part, attribute, value))
 
     def _absent(self, part: nn.Module, attribute: str, value: Any) -> Any:
         if attribute in part._buffers:
@@ -184,7 +191,7 @@ class LayerState:
 
     def note_former(self, part: nn.Module, attribute: str) -> None:
         """The step or a layer is about to set an attribute; what is hidden from this run it does not change."""
-        former = _holder(part, attribute).get(attribute, _MISSING)
+        former = now(part, attribute)
         if self.run_again and not isinstance(former, AbsentValue | AbsentTensor):
             for run in self._first_runs:
                 run.formers.setdefault((part, attribute), former)
@@ -196,14 +203,14 @@ class LayerState:
     @contextmanager
     def restored(self, first: FirstRun) -> Iterator[None]:
         """Around a second run: what the step and layers set is what the first one has found."""
-        now = {key: _holder(*key).get(key[1], _MISSING) for key in first.formers}
+        before = {key: now(*key) for key in first.formers}
         for key, value in first.formers.items():
-            _put(*key, value)
+            put(*key, value)
         try:
             yield
         finally:
-            for key, value in now.items():
-                _put(*key, value)
+            for key, value in before.items():
+                put(*key, value)
 
     # ------------------------------------------------------------------ what the step sets
 
@@ -220,7 +227,7 @@ class LayerState:
         """
         if not (attribute == "training" or part in self._root_of):
             return
-        key, former = (part, attribute), _holder(part, attribute).get(attribute, _MISSING)
+        key, former = (part, attribute), now(part, attribute)
         if self.is_kept(*key) and run.is_behind(self._root_of[part]):
             raise CutError(
                 f"the step changes `{self.written(*key)}` behind the layers of its stage, which keeps it and does not "
@@ -246,7 +253,7 @@ class LayerState:
         for (part, attribute), former in (*self._left.items(), *self._late.items()):
             if part not in parts or (part, attribute) in self.set_by_run or self.is_kept(part, attribute):
                 continue
-            if not alike(_holder(part, attribute).get(attribute, _MISSING), former):
+            if not alike(now(part, attribute), former):
                 raise CutError(
                     f"the step changes `{self.written(part, attribute)}` behind '{name}', whose stage has begun with "
                     "other micro-batches by then: they would see an old value.",
@@ -279,7 +286,7 @@ class LayerState:
             else:
                 self._put_back(run)
             for part, attribute, value in hidden:
-                _put(part, attribute, value)
+                put(part, attribute, value)
         for key in () if self.one_pipe or alone or not (complete and counts) else self._changed(self.set_by_run):
             raise in_several_pipes(self.written(*key))
         if complete and held is not None:
@@ -295,7 +302,7 @@ class LayerState:
     def _put_back(self, run: StageRun | TurnRun) -> None:
         for (part, attribute), former in self.set_by_run.items():
             if not (self.is_kept(part, attribute) and run.layer_calls.has_run(part)):
-                _put(part, attribute, former)
+                put(part, attribute, former)
 
     def _hide_others(self, run: StageRun | TurnRun) -> Iterator[tuple[nn.Module, str, Any]]:
         """What the other stages of this rank keep: they may be ahead, or behind."""
@@ -303,10 +310,9 @@ class LayerState:
         several = stage is not None and self._known and any(other != stage for other in self._run_here.values())
         for part, attribute in [*self._known] if several else ():
             if self._run_here.get(part, stage) != stage:
-                held = _holder(part, attribute)
-                value = held.get(attribute, _MISSING)
+                value = now(part, attribute)
                 yield part, attribute, value
-                held[attribute] = self._absent(part, attribute, value)
+                put(part, attribute, self._absent(part, attribute, value))
 
     # ------------------------------------------------------------------ batches
 
@@ -318,7 +324,7 @@ class LayerState:
         """What complete runs have changed since this was asked, and what calls have been seen to keep."""
         left, self._left = self._left, {}
         learnt, self._learnt = self._learnt, {}
-        changed = {key: _holder(*key).get(key[1]) for key in self._changed(left)}
+        changed = {key: None if (value := now(*key)) is MISSING else value for key in self._changed(left)}
         for key in changed:
             self._late.setdefault(key, left[key])
         for key in learnt:
@@ -331,7 +337,7 @@ class LayerState:
 
     def _changed(self, formers: Mapping[Key, Any]) -> Iterator[Key]:
         for (part, attribute), former in formers.items():
-            if not (self.is_kept(part, attribute) or alike(_holder(part, attribute).get(attribute, _MISSING), former)):
+            if not (self.is_kept(part, attribute) or alike(now(part, attribute), former)):
                 yield part, attribute
 
     def concerns(self, change: Change) -> bool:
@@ -348,7 +354,7 @@ class LayerState:
                 _kept.setdefault(part, {})[attribute] = None
                 self._hide(part, attribute)
             else:
-                _put(part, attribute, change.value)
+                put(part, attribute, change.value)
 
     def share(self, gather: Callable[[Any], list[Any]]) -> None:
         """Have what layers keep on other ranks: the module is to be whole here. Collective.
@@ -358,10 +364,10 @@ class LayerState:
         """
         own = dict[Any, bytes]()
         for part, attribute in self._known:
-            value = vars(part).get(attribute, _MISSING)
+            value = vars(part).get(attribute, MISSING)
             if (
                 part not in self._run_here
-                or value is _MISSING
+                or value is MISSING
                 or any(isinstance(each, nn.Module) for each in leads_to(value))
             ):
                 continue
@@ -378,14 +384,3 @@ class LayerState:
         """What the step or calls have changed so far, as code writes it."""
         keys = (*self.set_by_run, *self._left, *self._late, *self._known)
         yield from dict.fromkeys(self.written(*key) for key in keys if key[1] != "training")
-
-
-def _holder(part: nn.Module, attribute: str) -> dict[str, Any]:
-    return part._buffers if attribute in part._buffers else vars(part)
-
-
-def _put(part: nn.Module, attribute: str, value: Any) -> None:
-    if value is _MISSING:
-        _holder(part, attribute).pop(attribute, None)
-    else:
-        _holder(part, attribute)[attribute] = value

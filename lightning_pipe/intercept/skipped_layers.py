@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
-from lightning_pipe.intercept.effects import Attributes, containers_in, replace_contents
+from lightning_pipe.intercept.effects import containers_in, replace_contents
 from lightning_pipe.intercept.inner_hooks import act
+from lightning_pipe.intercept.kept_state import Key, now, put
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
@@ -34,7 +35,6 @@ class SkippedLayers:
         cache: knows what modules keep, and what their code names.
 
     Attributes:
-        attributes: what skipped layers keep as attributes.
         modules: those that it has answered for.
     """
 
@@ -47,13 +47,19 @@ class SkippedLayers:
         cache: RunCache,
     ) -> None:
         self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
-        self.attributes, self._cache = Attributes(), cache
+        self._former, self._cache = dict[Key, Any](), cache
         self.modules: list[nn.Module] = []
 
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a call that another rank runs, with placeholders for its tensors."""
         with self._tracker.paused():
             return self._answer(name, module, args, kwargs)
+
+    def restore(self) -> None:
+        """Put back what was there before attributes were set: this rank may run the layer too, for others."""
+        for key, value in self._former.items():
+            put(*key, value)
+        self._former.clear()
 
     def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         tracker = self._tracker
@@ -135,7 +141,10 @@ class SkippedLayers:
             value = tree_unflatten(leaves[split:], effect.structure)
             del leaves[split:]
             if effect.container is None:
-                self.attributes.set(module, effect, value)
+                key = module.get_submodule(effect.path), effect.attribute
+                # of one that is set again the first value alone: those in between are not held where the layer runs
+                self._former.setdefault(key, now(*key))
+                put(*key, value)
             else:
                 replace_contents(containers[effect.container], value)
         if call.stashed:

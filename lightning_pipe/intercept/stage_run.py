@@ -150,7 +150,7 @@ class StageRun:
         else:
             self._returned(result)
         finally:
-            self.skipped_layers.attributes.restore()
+            self.skipped_layers.restore()
         self.arrival.check_copies()
         return result
 

@@ -71,7 +71,7 @@ def test_a_result_is_described_and_answered() -> None:
     assert result["again"] is result["out"] is state["seen"]
     assert result["same"] is x
     assert isinstance(other.kept, Placeholder)
-    skipped.attributes.restore()
+    skipped.restore()
     assert not hasattr(other, "kept")
 
 
