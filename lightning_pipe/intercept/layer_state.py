@@ -19,10 +19,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -54,12 +53,8 @@ if TYPE_CHECKING:
 _kept: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 """What the calls of modules have changed in them: a second Trainer finds what the first one has left."""
 
-
-@dataclass(eq=False)
-class FirstRun:
-    """A run that is to run again: what it and later runs have set so far, with what was there before."""
-
-    formers: dict[Key, Any] = field(default_factory=dict)
+FirstRun = tuple[dict[Key, Any], list[Any]]
+"""A run that is to run again: what was there before it, and runs until the next such one, have set it; the next one."""
 
 
 class LayerState:
@@ -97,7 +92,7 @@ class LayerState:
         # by part, the stage of this rank that runs it
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
-        self._first_runs: WeakSet[FirstRun] = WeakSet()  # as long as somebody may run them again
+        self._first: FirstRun | None = None  # the last one of the batch
         # what was there before complete runs: in the batch under way, and in those that others may not know of yet
         self._left: dict[Key, Any] = {}
         self._late: dict[Key, Any] = {}
@@ -181,30 +176,34 @@ class LayerState:
     @property
     def run_again(self) -> bool:
         """Whether a run is to find later what the one that goes on now finds, or what was before it."""
-        return bool(self._first_runs) and not is_recomputing()
+        return self._first is not None and not is_recomputing()
 
     def begin_first(self) -> FirstRun:
         """A run begins that is to run again."""
-        run = FirstRun()
-        self._first_runs.add(run)
-        return run
+        before, self._first = self._first, ({}, [])
+        if before is not None:
+            before[1].append(self._first)
+        return self._first
 
     def note_former(self, part: nn.Module, attribute: str) -> None:
         """The step or a layer is about to set an attribute; what is hidden from this run it does not change."""
         former = now(part, attribute)
-        if self.run_again and not isinstance(former, AbsentValue | AbsentTensor):
-            for run in self._first_runs:
-                run.formers.setdefault((part, attribute), former)
+        if self._first and not (is_recomputing() or isinstance(former, AbsentValue | AbsentTensor)):
+            self._first[0].setdefault((part, attribute), former)
 
     def has_noted(self, part: nn.Module, attribute: str) -> bool:
-        """Whether all second runs will find the former value of an attribute."""
-        return all((part, attribute) in run.formers for run in self._first_runs)
+        """Whether second runs will find the former value of an attribute."""
+        return self._first is not None and (part, attribute) in self._first[0]
 
     @contextmanager
     def restored(self, first: FirstRun) -> Iterator[None]:
-        """Around a second run: what the step and layers set is what the first one has found."""
-        before = {key: now(*key) for key in first.formers}
-        for key, value in first.formers.items():
+        """Around a second run: what has been set since the first one has the value that this has found."""
+        formers, runs = dict[Key, Any](), [first]
+        for values, later in runs:
+            formers = values | formers
+            runs += later
+        before = {key: now(*key) for key in formers}
+        for key, value in formers.items():
             put(*key, value)
         try:
             yield
@@ -319,6 +318,7 @@ class LayerState:
     def begin_batch(self) -> None:
         """No other batch is under way: all ranks have the same."""
         self._late.clear()
+        self._first = None
 
     def take(self) -> list[Change]:
         """What complete runs have changed since this was asked, and what calls have been seen to keep."""
