@@ -143,8 +143,7 @@ def _flushed(transport: Transport, case: Case) -> float:
 def _streamed(transport: Transport, case: Case) -> float:
     """Once the pipeline is filled: of the first rank's time over several batches."""
     pipeline, net, parts = _pipeline(transport, case)
-    stream = pipeline.asynchronous
-    assert stream is not None
+    stream: Any = pipeline.asynchronous
     filled = 3 * transport.topology.ranks // case.micro_batches + THOROUGH
     start = asleep = 0.0
     for number in range(filled + case.batches):

@@ -16,7 +16,7 @@ BENCHMARKS = {
     "engine_cost": "cost of the engine per action, and of interception",
     "overlap": "sums over replicas beside the cool-down, with layers that sleep",
     "families": "bubble of every synchronous schedule, with layers that sleep, and the gain of Chimera",
-    "chimera": "Chimera over 1F1B with matrix products of four sizes, beside the simulated gain",
+    "chimera": "Chimera over 1F1B with matrix products of four sizes",
     "evaluation": "time of validate, test and predict, with layers that sleep",
     "trainer_cost": "time of a small batch under the Trainer, beside DDP and the bare engine",
     "generation": "tokens per second of generate() in an evaluation step, beside one device's",
