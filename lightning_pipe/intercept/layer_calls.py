@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -34,8 +33,6 @@ from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
     from lightning_pipe.intercept.turns.run import TurnRun
-
-_AS_IT_IS = nullcontext()
 
 
 class RunCache:
@@ -106,6 +103,9 @@ class LayerCalls:
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
+        if torch.is_inference_mode_enabled():
+            with counting():
+                return self.run(name, key, module, forward, args, kwargs)
         tracker, cache = self.tracker, self.cache
         given = [*args, *kwargs.values()]
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
@@ -115,7 +115,7 @@ class LayerCalls:
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
         try:
-            with tracker.paused(), self.surroundings.stream(key), _mode():
+            with tracker.paused(), self.surroundings.stream(key):
                 tracker.touch(tensors, name)
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
@@ -278,11 +278,6 @@ class LayerCalls:
                 self._skips[key] = stashed[key] = alias
                 self.routed[self.tracker.numbers.give(alias)] = self._stage.routes[key]
         return stashed, popped
-
-
-def _mode() -> AbstractContextManager[None]:
-    """Around the call of a layer: not in inference mode, which a step may have set."""
-    return counting() if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:

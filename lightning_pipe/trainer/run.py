@@ -105,9 +105,6 @@ class PipelineRun:
         """Take over what must not stay changed when the run is over."""
         trainer: Any = self._module.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
-        val_loop = trainer.fit_loop.epoch_loop.val_loop
-        for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # nobody counts changes in it; Lightning itself leaves it with FSDP, over Gloo
         owners = [each for each in (self._module, trainer.datamodule) if each is not None]
         self._transforms = any(is_overridden(hook, owner) for hook in _TRANSFORMS for owner in owners)
         self._changed.enter_context(deciding_together(trainer.precision_plugin, self.pipeline))

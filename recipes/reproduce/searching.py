@@ -92,7 +92,8 @@ def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
             again = one.recompute != "never"
             what = f"{model}, D={depth}: the largest micro-batch that fits, and whether recomputed"
             printed, own = f"B{batch[0]}{', R' * batch[1]}", f"B{one.samples}{', R' * again}"
-            most = machine.allocator * max(peaks(model, "Chimera", depth, batch[0], total * depth // (nodes * batch[0])))
+            count = total * depth // (nodes * batch[0])
+            most = machine.allocator * max(peaks(model, "Chimera", depth, batch[0], count))
             note = f"the paper's takes {most:.1f} GB of {DEVICE:.0f} by the model without recomputation"
             rows.append(Row(what, printed, own, "exact", note=note))
             speeds[_place(one)] = modelled(machine, model, one.replicas, depth, one.samples, total, again)
