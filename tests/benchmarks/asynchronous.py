@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import logging
 import statistics
 import time
-import warnings
 from contextlib import redirect_stdout
 from itertools import pairwise
 
@@ -18,8 +16,10 @@ from torch.utils.data import DataLoader
 from lightning_pipe import schedules
 from lightning_pipe.simulate import simulate
 from recipes.reproduce.sleeping import Sleeper
-from tests.benchmarks.measure import SILENT, Finding
+from tests.benchmarks.measure import Finding
 from tests.support import processes
+from tests.support.oracle import SILENT
+from tests.support.trainer_runs import quiet
 
 TOLERANCES = {4: 0.03, 8: 0.05}
 FORWARD, BACKWARD, ROWS = 0.04, 0.08, 4
@@ -81,8 +81,7 @@ def measure(process: int, schedule: str, ranks: int, micro_batches: int, batches
     """When each call of ``training_step`` ended."""
     from lightning_pipe import PipeStrategy
 
-    warnings.simplefilter("ignore")
-    logging.disable()
+    quiet()
     module = Sleeping(ranks * RUNS // micro_batches, micro_batches)
     trainer = L.Trainer(
         accelerator="cpu",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,7 +12,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Chimera, Family, OneFOneB
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
-from tests.benchmarks.measure import Finding, Ratio
+from tests.benchmarks.measure import Finding, Ratio, batch_seconds
 from tests.support import processes
 
 SIZES, RANKS = (256, 512, 1024, 2048), (2, 4)
@@ -75,32 +74,21 @@ def measure(transport: Transport, size: int, seconds: float) -> list[list[float]
     return found
 
 
-def _network(stages: int, size: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(stages)))
-
-
-def _loss(net: nn.Module, part: torch.Tensor) -> torch.Tensor:
-    """The input needs a gradient, so that the first stage computes as much as the others."""
-    loss: torch.Tensor = net(part.requires_grad_()).sum()
-    return loss
-
-
 def _batches(transport: Transport, family: Family, size: int, reduce: bool) -> Callable[[], float]:
     """What runs a batch and returns its seconds, from a barrier to the last rank's end."""
     ranks = transport.topology.ranks
-    net = _network(ranks, size)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(ranks)))
     pipeline = Pipeline(net, find_layers(net), [1] * ranks, family, transport)
     pipeline.partition()
+    # The input needs a gradient, so that the first stage computes as much as the others.
     parts = list(torch.randn(ranks * size, size).chunk(ranks))
 
-    def batch() -> float:
-        net.zero_grad()
-        transport.barrier()
-        start = time.perf_counter()
-        pipeline.train(lambda _, part: _loss(net, part), parts, [1 / ranks] * ranks, reduce=reduce)
-        passed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        transport.all_reduce(passed, transport.topology.everyone, "max").wait()
-        return float(passed)
+    def batch() -> None:
+        pipeline.train(lambda _, part: net(part.requires_grad_()).sum(), parts, [1 / ranks] * ranks, reduce=reduce)
 
-    return batch
+    def measured() -> float:
+        net.zero_grad()
+        return batch_seconds(transport, batch)
+
+    return measured

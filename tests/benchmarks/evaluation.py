@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from recipes.reproduce.sleeping import Sleeper
-from tests.benchmarks.measure import SILENT, Finding
+from tests.benchmarks.measure import Finding
 from tests.support import processes
+from tests.support.oracle import SILENT
+from tests.support.trainer_runs import quiet
 
 BATCHES, OF_PRODUCTS = 50, 20
 TOLERANCE = 0.10
@@ -178,8 +178,7 @@ def measure(
     """
     from lightning_pipe import PipeStrategy
 
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet()
     stopwatch = Stopwatch()
     trainer = L.Trainer(
         accelerator="cpu",

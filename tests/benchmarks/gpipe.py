@@ -21,7 +21,7 @@ from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from recipes.reproduce.sleeping import Sleeper
-from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.benchmarks.measure import Finding, Ratio, alternate, batch_seconds
 from tests.support import processes
 
 RANKS = 4
@@ -84,19 +84,16 @@ def _makespans(
     rounds: int,
     ratio: float = 2.0,
 ) -> list[float]:
-    """From the last rank's arrival at the start barrier to the last rank's end, for every round."""
+    """Seconds of every round."""
     net = nn.Sequential(*(Sleeper(each, ratio * each / 2) for each in seconds))
     pipeline = Pipeline(net, find_layers(net), balance, schedules.get(schedule), transport, recompute=recompute)
     pipeline.partition()
     parts = [torch.ones(1, 4, requires_grad=True) for _ in range(MICRO_BATCHES)]
-    everyone = tuple(range(transport.topology.world_size))
-    found = []
-    for _ in range(rounds + 2):
-        arrived = time.monotonic()
-        transport.barrier()
+
+    def batch() -> None:
         pipeline.train(lambda _, part: net(part).sum(), parts, [1 / MICRO_BATCHES] * MICRO_BATCHES)
-        times = transport.all_gather_object((arrived, time.monotonic()), everyone)
-        found.append(max(end for _, end in times) - max(start for start, _ in times))
+
+    found = [batch_seconds(transport, batch) for _ in range(rounds + 2)]
     return found[2:]  # the first batches agree on what travels and who holds what
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
-import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.benchmarks.measure import SILENT, Finding
+from tests.benchmarks.measure import Finding
 from tests.support import processes
+from tests.support.oracle import SILENT
+from tests.support.trainer_runs import quiet
 
 WIDTH, SIZE, LAYERS, MICRO_BATCHES = 8, 4, 4, 2
 SKIPPED = 20
@@ -96,8 +96,7 @@ def measure(process: int, strategy: str | None, devices: int, batches: int) -> t
     """Seconds of a training batch (median) and of a validation batch (mean)."""
     from lightning_pipe import PipeStrategy
 
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet()
     torch.manual_seed(0)
     clock = Clock()
     pipe = PipeStrategy(micro_batches=MICRO_BATCHES)
