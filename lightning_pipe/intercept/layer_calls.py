@@ -104,8 +104,7 @@ class LayerCalls:
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
         if torch.is_inference_mode_enabled():
-            with counting():
-                return self.run(name, key, module, forward, args, kwargs)
+            return counting()(self.run)(name, key, module, forward, args, kwargs)
         tracker, cache = self.tracker, self.cache
         given = [*args, *kwargs.values()]
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
@@ -132,8 +131,7 @@ class LayerCalls:
                         self._watch = Watch(name, module, given, arguments, objects=self._objects)
                     if thorough or (self._others and name in cache.keeping):
                         self._seek()
-                    own = module.parameters() if thorough and self._again else ()
-                    values = [local(each).detach().clone() for each in own]
+                    values = _copies(module) if thorough and self._again else []
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -287,3 +285,8 @@ def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:
         return False
     former = dict(watch.attributes()).get(place, value)
     return value.requires_grad or not torch.is_grad_enabled() or same_values(former, value)
+
+
+def _copies(module: nn.Module) -> list[Tensor]:
+    """The values of a layer's parameters: nobody counts changes of their ``.data``."""
+    return [local(each).detach().clone() for each in module.parameters()]

@@ -87,13 +87,12 @@ def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
     for model, case in cases.items():
         nodes, total, predictor = case["nodes"], case["total"], OnPizDaint(machine, model)
         speeds = {}
-        for depth, batch in case["batches"].items():
+        for depth, (size, redone) in case["batches"].items():
             one = predictor.largest(nodes, total, depth)
             again = one.recompute != "never"
             what = f"{model}, D={depth}: the largest micro-batch that fits, and whether recomputed"
-            printed, own = f"B{batch[0]}{', R' * batch[1]}", f"B{one.samples}{', R' * again}"
-            count = total * depth // (nodes * batch[0])
-            most = machine.allocator * max(peaks(model, "Chimera", depth, batch[0], count))
+            printed, own = f"B{size}{', R' * redone}", f"B{one.samples}{', R' * again}"
+            most = machine.allocator * max(peaks(model, "Chimera", depth, size, total * depth // (nodes * size)))
             note = f"the paper's takes {most:.1f} GB of {DEVICE:.0f} by the model without recomputation"
             rows.append(Row(what, printed, own, "exact", note=note))
             speeds[_place(one)] = modelled(machine, model, one.replicas, depth, one.samples, total, again)
