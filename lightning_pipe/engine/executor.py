@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -26,12 +26,8 @@ Find = Callable[[int], tuple[Batch, int]]
 """The batch that a micro-batch of the schedule belongs to, and its number in it."""
 
 
-class PreparedAction(NamedTuple):
-    """An action, the method that runs it, and what it is about: a stage and micro-batch, a message, or two actions."""
-
-    action: Action
-    run: Callable[[Action, Any], None]
-    at: StageKey | BoundaryKey | Sequence[Action] | None
+Prepared = tuple[Action, Callable[[], None]]
+"""An action, and what runs it."""
 
 
 @dataclass
@@ -86,7 +82,7 @@ class Executor:
     _find: Find = field(init=False)
     # the actions of the last batch, which mostly come again
     _actions: Sequence[Action] = ()
-    _prepared: Sequence[PreparedAction] = ()
+    _prepared: Sequence[Prepared] = ()
     _under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
@@ -165,27 +161,25 @@ class Executor:
             if self.exchange.transport.board is not None:
                 self.exchange.transport.board.position = None
 
-    def _prepare(self, actions: Sequence[Action], again: Container[tuple[int, int | None]]) -> list[PreparedAction]:
+    def _prepare(self, actions: Sequence[Action], again: Container[tuple[int, int | None]]) -> list[Prepared]:
         return [
-            PreparedAction(action, self._joint_forward, (action, *others))
-            if others
-            else PreparedAction(action, self._method(action, again), _subject(action))
+            (action, partial(self._joint_forward, (action, *others)) if others else self._single(action, again))
             for action, *others in in_one(actions, overlaps=False)
         ]
 
-    def _method(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[Action, Any], None]:
+    def _single(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[], None]:
         if action.kind is Kind.FORWARD and action[1:3] in again:
-            return partial(self._forward, again=True)
-        return self._methods[action.kind]
+            return partial(self._forward, action, StageKey.of(action), again=True)
+        return partial(self._methods[action.kind], action, _subject(action))
 
-    def _loop(self, steps: Sequence[PreparedAction], find: Find) -> None:
+    def _loop(self, steps: Sequence[Prepared], find: Find) -> None:
         self._find = find
         board = self.exchange.transport.board
-        for action, run, at in steps:
+        for action, run in steps:
             if board is not None:
                 # A watchdog in another thread reads it when this rank hangs in the action.
                 board.position = action
-            run(action, at)
+            run()
 
     def abandon(self) -> None:
         """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
@@ -216,12 +210,12 @@ class Executor:
         self._note(action, start)
         self._leave(here, crossings)
 
-    def _joint_forward(self, action: Action, pair: Sequence[Action]) -> None:
+    def _joint_forward(self, pair: Sequence[Action]) -> None:
         keys = [StageKey.of(each) for each in pair]
         received = [self._collect(here) for here in keys]
         batch, _ = self._find(keys[0].micro_batch)
         start = self.clock()
-        passes = self.joint.run(action.stage, [self._find(here.micro_batch)[1] for here in keys], batch, received)
+        passes = self.joint.run(pair[0].stage, [self._find(here.micro_batch)[1] for here in keys], batch, received)
         middle = (start + self.clock()) / 2
         self._note(pair[0], start, middle)
         self._note(pair[1], middle)
