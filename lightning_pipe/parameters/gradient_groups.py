@@ -85,7 +85,7 @@ class GradientGroups(GradientSync):
     def members_with_all(self) -> tuple[int, ...]:
         """The processes that have all sums of gradients between them: a pipeline's, or all where these are divided."""
         topology = self._transport.topology
-        if self.sharded is not None or self.scattered:
+        if self.sharded is not None or (self.scattered and self._entries):
             return topology.everyone
         return tuple(sorted(topology.pipeline_processes(self._transport.replica)))
 
@@ -99,7 +99,7 @@ class GradientGroups(GradientSync):
         if self.sharded is not None:
             places = {DATA: self._transport.replica, TENSOR: self._transport.topology.tensor_rank}
             return first and not any(places[each] for each in places.keys() - dimensions(parameter))
-        return self.shards.mine(parameter) if self.scattered else first
+        return self.shards.mine(parameter) if self.scattered and self._entries else first
 
     def stage_done(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank."""
