@@ -77,9 +77,8 @@ class HooksOfBatch:
                 "there.",
                 hint="Register hooks that stay in setup or configure_model.",
             )
-        for place in left:
-            _, register = self._removed[place]
-            register()
+        registers = [self._removed[place][1] for place in left]
+        self._complete.append([(register(), register) for register in registers])  # once, whichever rank tells again
 
 
 class StepHooks:
