@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,23 +422,3 @@ def with_dropout(process: int) -> list[float]:
     model = Net(dropout=0.5)
     pipeline = Pipeline(model.double(), layers="blocks", stages=2, micro_batches=2)
     return [pipeline.train(model.loss, batch).item() for batch in batches(2)]
-
-
-# ---------------------------------------------------------------------- without Lightning
-
-SCRIPT = """
-import sys
-import lightning_pipe
-import torch
-model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
-pipeline = lightning_pipe.Pipeline(model, stages=2, micro_batches=2)
-pipeline.train(lambda x: model(x).square().mean(), torch.ones(4, 2))
-assert not {"lightning", "pytorch_lightning", "lightning_fabric"} & set(sys.modules)
-import lightning
-assert "pipe_gpipe" in lightning.pytorch.strategies.StrategyRegistry.available_strategies()
-"""
-
-
-def test_lightning_is_not_imported_and_finds_the_strategy_afterwards() -> None:
-    """Before, too, as ``tests/test_distributions.py`` shows."""
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, cwd=Path(__file__).parents[2], timeout=SECONDS)
