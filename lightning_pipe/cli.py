@@ -108,8 +108,7 @@ def _run(name: str, words: Sequence[str]) -> None:
     groups: dict[str, Any] = {each: hint for each, hint in hints.items() if is_dataclass(hint)}
     parser.add_function_arguments(function, as_positional=True, skip=set(groups))
     for kind in groups.values():
-        hidden = {field.name for field in fields(kind) if not field.metadata.get("command", True)}
-        parser.add_class_arguments(kind, skip=hidden | hints.keys())
+        parser.add_class_arguments(kind, skip=set(hints))
     values = parser.parse_args([_underscored(word) for word in words]).as_dict()
     given: dict[str, Any] = {each: values[each] for each in hints if each in values}
     for each, kind in groups.items():

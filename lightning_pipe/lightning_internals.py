@@ -133,16 +133,3 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSampler
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
-
-__all__ = [
-    "IndexBatchSampler",
-    "ResultMetric",
-    "SubprocessLauncher",
-    "all_gather_over",
-    "connect_processes",
-    "default_backend",
-    "is_local_path",
-    "optimizers_to_device",
-    "reduce_over",
-    "set_threads",
-]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from lightning_pipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def amount(number: float) -> str:
@@ -83,7 +87,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], names: int = 0
         figs     12
     """
     # not for every command that needs a number written
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -92,10 +95,22 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], names: int = 0
         grid.add_column(justify="left" if column == names else "right", no_wrap=True)
     for row in (headings, *rows):
         grid.add_row(*map(Text, row))  # as Text, brackets in names are not read as markup
-    console = Console(width=10_000, color_system=None, legacy_windows=False)
+    return printed(grid)
+
+
+def printed(renderable: RenderableType, width: int = 10_000) -> str:
+    """What a rich console prints, as plain text.
+
+    Args:
+        renderable: a table, or several things in a group.
+        width: columns of the text.
+    """
+    from rich.console import Console
+
+    console = Console(width=width, color_system=None, legacy_windows=False)
     with console.capture() as captured:
-        console.print(grid)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def _scaled(number: float, units: tuple[str, ...], base: int) -> str:

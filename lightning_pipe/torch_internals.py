@@ -73,7 +73,6 @@ NAMES = {
         "_checkpoint_without_reentrant_generator": f"looked up by checkpoint(use_reentrant=False); {_OWN}",
     },
     "torch.nn.Module": {
-        "_apply": "module.to and its kin, on layers whose parameters are absent",
         "_buffers": "a buffer is exchanged for another without a word to the user's __setattr__",
         "_parameters": "as _buffers",
         "_modules": "a chain of modules is walked under the names it has",
@@ -201,36 +200,3 @@ def never_compile(function: Callable[..., Any]) -> None:
 def in_backward() -> bool:
     """Whether a backward pass is under way on this thread."""
     return _current_graph_task_id() != -1
-
-
-__all__ = [
-    "BatchNorm",
-    "ConvNd",
-    "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
-    "DropoutNd",
-    "NormBase",
-    "TorchDispatchMode",
-    "composable_states",
-    "current_function_mode",
-    "disable_current_modes",
-    "disabled_torch_function",
-    "flop_registry",
-    "foreach_mul_",
-    "functorch_active",
-    "graph_nodes",
-    "in_backward",
-    "interrupting",
-    "is_compiled",
-    "is_functorch_tensor",
-    "never_compile",
-    "pop_function_mode",
-    "push_function_mode",
-    "register_pytree_node",
-    "storage_uses",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "uses",
-]

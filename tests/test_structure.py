@@ -17,24 +17,24 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 7540,
+    "intercept": 7360,
     "trainer": 7000,
-    "engine": 4220,
-    "schedules": 3310,
-    "planning": 2450,
+    "engine": 4010,
+    "schedules": 3230,
+    "planning": 2350,
     "transport": 2000,
-    "parameters": 1860,
+    "parameters": 1800,
     "construction": 1500,
     "partition": 1360,
-    "simulate": 1190,
+    "simulate": 1150,
     "sharding": 1020,
     "batches": 990,
-    "profiling": 750,
-    "plain": 670,
+    "profiling": 730,
+    "plain": 660,
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 330, 128, 33
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 313, 127, 33
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""

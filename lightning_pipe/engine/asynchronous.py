@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_pipe.engine.batch import Batch
-from lightning_pipe.engine.weight_versions import StandIns, WeightVersions
+from lightning_pipe.engine.batch import Batch, StepFunction
+from lightning_pipe.engine.weight_versions import WeightVersions
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.parameters.ownership import named_tensors
@@ -35,14 +34,6 @@ class CallResult:
     finished: tuple[int, ...] = ()
     results: Mapping[int, Mapping[int, Any]] = field(default_factory=dict)
     update: tuple[int, ...] = ()
-
-
-@dataclass
-class _BatchInFlight:
-    """A batch in flight, with leaves for each version of the weights that its micro-batches run on."""
-
-    batch: Batch
-    stand_ins: dict[int, StandIns] = field(default_factory=dict)
 
 
 class AsynchronousPipeline:
@@ -71,7 +62,7 @@ class AsynchronousPipeline:
             recompute=pipeline.recompute,
         )
         self.versions = WeightVersions(pipeline.module, pipeline.ownership)
-        self._in_flight: dict[int, _BatchInFlight] = {}
+        self._in_flight: dict[int, Batch] = {}
         self._calls = self._arrived = self._before = 0
         # Stages run a batch one call after the other: what goes past some of them is received as many calls later.
         self._lag = max((late - early for early, late in pipeline.skips), default=1)
@@ -94,8 +85,19 @@ class AsynchronousPipeline:
         call = self.stream.call(self._rank, self._calls)
         return tuple(self._serial(batch) for batch in call.update if batch in known)
 
-    def advance(self, batch: Batch) -> CallResult:
-        """One call with a batch."""
+    def advance(
+        self, step: StepFunction, micro_batches: Sequence[Any], weights: Sequence[float], *, seed: int = 0
+    ) -> CallResult:
+        """Go on by one batch; others stay in flight. See `Pipeline.train` for the arguments.
+
+        The gradients that are due are added to ``parameter.grad``, summed over all holders of each parameter. Let the
+        optimizer step before the next call if there are any (``CallResult.update``). The step is called for this batch
+        in later calls, too.
+
+        Raises:
+            ConfigurationError: the number of micro-batches is another one than the schedule's.
+        """
+        batch = self._pipeline.batch(step, micro_batches, weights, seed, training=True)
         if self._calls != self._arrived:
             raise ConfigurationError(
                 "The pipeline is being drained.", hint="Go on until `drain` ends, then begin the next batch."
@@ -109,12 +111,13 @@ class AsynchronousPipeline:
             )
         number, self._arrived = self._arrived, self._arrived + 1
         # A batch keeps to the version of the weights that it began with, on this rank, in all later calls.
-        batch.using = lambda _, index: self._weights(number, index)
-        self._in_flight[number] = _BatchInFlight(batch)
+        version, first = self.stream.version, number * most
+        batch.using = lambda _, index: self.versions.using(number, version(self._rank, first + index))
+        self._in_flight[number] = batch
         return self._call()
 
     def drain(self) -> Iterator[CallResult]:
-        """Calls without a batch until nothing is in flight."""
+        """Calls without a batch until nothing is in flight; the optimizer may have to step after each."""
         while self._in_flight:
             yield self._call()
         if self._calls:
@@ -145,25 +148,18 @@ class AsynchronousPipeline:
         update = tuple(batch for batch in call.update if batch in self._in_flight)
         result = CallResult(
             tuple(map(self._serial, finished)),
-            {self._serial(batch): self._in_flight[batch].batch.results for batch in finished},
+            {self._serial(batch): self._in_flight[batch].results for batch in finished},
             tuple(map(self._serial, update)),
         )
         if update:
-            self._prepare_step(update, call.oldest)
+            self.versions.collect(update)
+            pipeline.reduce_gradients()
+            self.versions.step(call.oldest)
         self._retire(number - self.stream.lag)
         if known:  # earlier calls also agree on what travels and who holds what
             pipeline.elapsed += time.perf_counter() - start
             pipeline.busy += pipeline.executor.busy - busy
         return result
-
-    def _prepare_step(self, update: tuple[int, ...], oldest: int) -> None:
-        batches = [self._in_flight[batch] for batch in update]
-        self.versions.collect([flight.stand_ins.values() for flight in batches])
-        for flight in batches:
-            # A batch steps after its last backward pass, so its leaves, and the memory of their version, may go.
-            flight.stand_ins.clear()
-        self._pipeline.reduce_gradients()
-        self.versions.step(oldest)
 
     def _retire(self, number: int) -> None:
         """Forget a batch that is done on all ranks, and agree on what micro-batches like its own are to carry."""
@@ -171,7 +167,7 @@ class AsynchronousPipeline:
             return
         size = self.stream.micro_batches
         # A batch that comes after its last call finds the same plans at both ends.
-        self._pipeline.executor.agree_on_plans(
+        self._pipeline.executor.exchange.agree(
             range(number * size, (number + 1) * size), since=(number + self.stream.lag + 1) * size
         )
 
@@ -191,20 +187,12 @@ class AsynchronousPipeline:
 
     def _exists(self, micro_batch: int | None) -> bool:
         number, index = divmod(micro_batch or 0, self.stream.micro_batches)
-        flight = self._in_flight.get(number)
-        return flight is not None and index < len(flight.batch.micro_batches)
+        batch = self._in_flight.get(number)
+        return batch is not None and index < len(batch.micro_batches)
 
     def _find(self, micro_batch: int) -> tuple[Batch, int]:
         number, index = divmod(micro_batch, self.stream.micro_batches)
-        return self._in_flight[number].batch, index
-
-    def _weights(self, number: int, index: int) -> AbstractContextManager[None]:
-        """Puts the version of the weights in place that a micro-batch runs on."""
-        version = self.stream.version(self._rank, number * self.stream.micro_batches + index)
-        known = self._in_flight[number].stand_ins
-        if version not in known:
-            known[version] = self.versions.stand_ins(version)
-        return self.versions.using(known[version])
+        return self._in_flight[number], index
 
     # ------------------------------------------------------------------ what cannot be exact
 

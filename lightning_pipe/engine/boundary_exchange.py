@@ -252,7 +252,7 @@ class BoundaryExchange:
         # A buffer that nobody fills would take the first message of the next batch.
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
-        self.agree(list(self.transfers), since=0)
+        self.agree()
         # Nothing is under way, so no older micro-batch asks for an older plan, and numbers start again from 0.
         for plans in self._plans.values():
             plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
@@ -270,18 +270,19 @@ class BoundaryExchange:
         while self._of_earlier and self._of_earlier[0][0] <= number - lag:
             _end(self._of_earlier.popleft()[1])
 
-    def agree(self, keys: Iterable[BoundaryKey], since: int) -> None:
+    def agree(self, micro_batches: Container[int] | None = None, since: int = 0) -> None:
         """Make plans of transfers that are complete, and forget these.
 
         Both ends of a boundary make the same plans of the same transfers, though at different times. A plan is in force
         for micro-batches that no end has come to by then.
 
         Args:
-            keys: the transfers, the same at both ends.
+            micro_batches: whose transfers, the same at both ends; ``None``: all.
             since: the first micro-batch that the plans are in force for; those before it keep the plans they have.
         """
         fresh: dict[_PlanKey, BoundaryPlan] = {}
         latest = 0
+        keys = [key for key in self.transfers if micro_batches is None or key.micro_batch in micro_batches]
         for key in sorted(keys, key=lambda key: (key.pipe, key.stage, key.to, key.micro_batch)):
             transfer = self.transfers.pop(key)
             latest = max(latest, key.micro_batch)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_pipe.engine.batch_kinds import kind_of
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.autograd_graph import nodes_behind
-from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.tensor_spec import TensorSpec
 
 
@@ -74,8 +73,7 @@ def fresh(micro_batch: Any) -> Any:
         >>> batch
         {'x': tensor([0., 0.])}
     """
-    with counting():
-        return map_leaves(_copy, micro_batch)
+    return map_leaves(_copy, micro_batch)
 
 
 def _copy(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -26,12 +26,8 @@ Find = Callable[[int], tuple[Batch, int]]
 """The batch that a micro-batch of the schedule belongs to, and its number in it."""
 
 
-class PreparedAction(NamedTuple):
-    """An action, the method that runs it, and what it is about: a stage and micro-batch, a message, or two actions."""
-
-    action: Action
-    run: Callable[[Action, Any], None]
-    at: StageKey | BoundaryKey | Sequence[Action] | None
+Prepared = tuple[Action, Callable[[], None]]
+"""An action, and what runs it."""
 
 
 @dataclass
@@ -86,7 +82,7 @@ class Executor:
     _find: Find = field(init=False)
     # the actions of the last batch, which mostly come again
     _actions: Sequence[Action] = ()
-    _prepared: Sequence[PreparedAction] = ()
+    _prepared: Sequence[Prepared] = ()
     _under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
@@ -109,28 +105,9 @@ class Executor:
         }
 
     @property
-    def held(self) -> int:
-        """Forward passes whose backward pass is still to come."""
-        return len(self._under_way.saved)
-
-    @property
     def peak_held(self) -> int:
-        """The most of them at any time of the last batch."""
+        """The most forward passes that waited for their backward pass at any time of the last batch."""
         return self._under_way.peak_held
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of all messages so far whose size both ends had agreed on."""
-        return self.exchange.sent.total()
-
-    def agree_on_plans(self, micro_batches: range, since: int) -> None:
-        """Make plans of what has crossed boundaries for some micro-batches, all of which have come back.
-
-        Args:
-            micro_batches: their numbers, the same on all ranks.
-            since: the first micro-batch that the plans are in force for.
-        """
-        self.exchange.agree([key for key in self.exchange.transfers if key.micro_batch in micro_batches], since)
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush.
@@ -184,27 +161,25 @@ class Executor:
             if self.exchange.transport.board is not None:
                 self.exchange.transport.board.position = None
 
-    def _prepare(self, actions: Sequence[Action], again: Container[tuple[int, int | None]]) -> list[PreparedAction]:
+    def _prepare(self, actions: Sequence[Action], again: Container[tuple[int, int | None]]) -> list[Prepared]:
         return [
-            PreparedAction(action, self._joint_forward, (action, *others))
-            if others
-            else PreparedAction(action, self._method(action, again), _subject(action))
+            (action, partial(self._joint_forward, (action, *others)) if others else self._single(action, again))
             for action, *others in in_one(actions, overlaps=False)
         ]
 
-    def _method(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[Action, Any], None]:
+    def _single(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[], None]:
         if action.kind is Kind.FORWARD and action[1:3] in again:
-            return partial(self._forward, again=True)
-        return self._methods[action.kind]
+            return partial(self._forward, action, StageKey.of(action), again=True)
+        return partial(self._methods[action.kind], action, _subject(action))
 
-    def _loop(self, steps: Sequence[PreparedAction], find: Find) -> None:
+    def _loop(self, steps: Sequence[Prepared], find: Find) -> None:
         self._find = find
         board = self.exchange.transport.board
-        for action, run, at in steps:
+        for action, run in steps:
             if board is not None:
                 # A watchdog in another thread reads it when this rank hangs in the action.
                 board.position = action
-            run(action, at)
+            run()
 
     def abandon(self) -> None:
         """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
@@ -235,12 +210,12 @@ class Executor:
         self._note(action, start)
         self._leave(here, crossings)
 
-    def _joint_forward(self, action: Action, pair: Sequence[Action]) -> None:
+    def _joint_forward(self, pair: Sequence[Action]) -> None:
         keys = [StageKey.of(each) for each in pair]
         received = [self._collect(here) for here in keys]
         batch, _ = self._find(keys[0].micro_batch)
         start = self.clock()
-        passes = self.joint.run(action.stage, [self._find(here.micro_batch)[1] for here in keys], batch, received)
+        passes = self.joint.run(pair[0].stage, [self._find(here.micro_batch)[1] for here in keys], batch, received)
         middle = (start + self.clock()) / 2
         self._note(pair[0], start, middle)
         self._note(pair[1], middle)
@@ -313,17 +288,18 @@ class Executor:
 
     # ------------------------------------------------------------------ messages
 
-    def _send_forward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.send(key, _peer(action), self._signature(key.micro_batch), self._under_way.left.pop(key))
+    def _send_forward(self, _: Action, key: BoundaryKey) -> None:
+        left, peer = self._under_way.left.pop(key), self.placement[key.pipe, key.to]
+        self.exchange.send(key, peer, self._signature(key.micro_batch), left)
 
-    def _receive_forward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.expect(key, _peer(action), self._signature(key.micro_batch))
+    def _receive_forward(self, _: Action, key: BoundaryKey) -> None:
+        self.exchange.expect(key, self.placement[key.pipe, key.stage], self._signature(key.micro_batch))
 
-    def _send_backward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.send_gradients(key, _peer(action), self._under_way.gradients.pop(key))
+    def _send_backward(self, _: Action, key: BoundaryKey) -> None:
+        self.exchange.send_gradients(key, self.placement[key.pipe, key.stage], self._under_way.gradients.pop(key))
 
-    def _receive_backward(self, action: Action, key: BoundaryKey) -> None:
-        self.exchange.expect_gradients(key, _peer(action))
+    def _receive_backward(self, _: Action, key: BoundaryKey) -> None:
+        self.exchange.expect_gradients(key, self.placement[key.pipe, key.to])
 
     def _reduce(self, action: Action, _: None) -> None:
         self.reduce(action.stage)
@@ -338,9 +314,3 @@ def _subject(action: Action) -> StageKey | BoundaryKey | None:
     if action.kind is Kind.REDUCE:
         return None
     return StageKey.of(action) if action.peer is None else BoundaryKey.of(action)
-
-
-def _peer(action: Action) -> int:
-    if action.peer is None:
-        raise ValueError(f"{action} has no peer")
-    return action.peer

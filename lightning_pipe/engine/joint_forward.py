@@ -18,25 +18,28 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
-from lightning_pipe.engine.both_together import UnlikeError, both_together
 from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, put_back
 from lightning_pipe.engine.stage import Crossings, Kept, Stages
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import RunRecord, Value
+from lightning_pipe.intercept.call_record import RunRecord, Shape, Value
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.digest import GivenOtherValuesError
+from lightning_pipe.tensor_spec import TensorSpec
 
 Received = Sequence[Crossing | None]
 
-
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 0.01}
 """How far tensors differ by rounding alone, relative to their norm; other types have fewer bits."""
+
+
+class UnlikeError(Exception):
+    """What two micro-batches have brought cannot be put together."""
 
 
 class _Way(NamedTuple):
@@ -73,7 +76,7 @@ class JointForward:
                 self.passes += 1
                 calls = [next(iter(paths.values())).calls for paths in way.each]
                 left = [_part(both, paths, place) for place, paths in enumerate(way.each)]
-                return [(replace(kept, inbound=received[i], calls=calls[i]), left[i]) for i in range(2)]
+                return [(replace(kept, inbound=received[i], calls=calls[i], sums=None), left[i]) for i in range(2)]
             self._ways[key] = None
         apart = [self.stages.forward_again(stage, pair[i], batch, inbound) for i, inbound in enumerate(received)]
         if key not in self._seen:  # it may never come again
@@ -85,16 +88,12 @@ class JointForward:
     def _run(self, stage: int, pair: Sequence[int], batch: Batch, received: Received) -> tuple[Kept, Crossings]:
         """A run over the samples of both, in which nothing may be drawn: the numbers would be those of the first."""
         assert batch.cut is not None
-        words = {each.words for each in received if each is not None}
-        if len(words) > 1:
-            raise UnlikeError
         inbound = both_together(received, [batch.cut.sizes[index] for index in pair])
-        inbound = inbound and replace(inbound, words=words.pop())
         parts = [batch.cut.together(pair)] * (pair[0] + 1)
         with batch.streams.noting_draws() as drew:
             kept, both = self.stages.forward_again(stage, pair[0], replace(batch, micro_batches=parts), inbound)
         keeps = any(call.effects or call.changing for crossing in both.values() for call in crossing.path.calls)
-        if keeps or kept.buffers or self.stages.interceptor.state.set_by_layers:
+        if keeps or kept.buffers or kept.first[0].keys() - self.stages.interceptor.state.set_by_run.keys():
             raise CutError(
                 f"stage {stage} has begun to keep something of its calls, of which one forward pass over two "
                 "micro-batches leaves another value than two passes.",
@@ -115,6 +114,65 @@ class JointForward:
             if all(_is_part(_part(both, each[i], i), apart[i], both) for i in range(2)):
                 return _Way({to: crossing.path for to, crossing in both.items()}, each)
         return None
+
+
+def both_together(received: Received, sizes: Sequence[int]) -> Crossing | None:
+    """What a stage would receive for two micro-batches together.
+
+    Args:
+        received: what it has received for each of them.
+        sizes: their samples.
+
+    Raises:
+        UnlikeError: it cannot be put together.
+    """
+    first, second = (
+        each and (each.path.calls, each.path.entries, tuple(each.tensors.items()), each.words) for each in received
+    )
+    if first is None:
+        return None
+    calls, entries, tensors, words = _together(first, second, sizes)
+    return Crossing(RunRecord(calls, entries), dict(tensors), words).laid_out()
+
+
+def _together(one: Any, other: Any, sizes: Sequence[int]) -> Any:
+    """A tensor, or what tells of tensors, for both together.
+
+    Samples lie along the first dimension if it has as many elements as samples; what has others is the same for both.
+    """
+    found = one
+    if isinstance(one, Tensor):
+        if _shape(one.shape, other.shape, sizes) == one.shape:
+            alike = torch.equal(one, other)
+        else:
+            # whole numbers may be positions in a micro-batch, which are others in both together
+            alike = one.is_floating_point() or one.dtype is torch.bool
+            found = torch.cat([one, other])
+    elif type(one) is not type(other):
+        alike = False
+    elif isinstance(one, TensorSpec):
+        found = one._replace(shape=_shape(one.shape, other.shape, sizes))
+        # samples that lie between each other would have other strides together
+        behind = found == one or one.strides is None or one.strides[0] == max(one.strides)
+        alike = behind and one[1:] == other[1:]
+    elif isinstance(one, Shape):
+        alike, found = True, Shape(_shape(one, other, sizes))
+    elif type(one) is tuple or hasattr(one, "_make"):
+        alike, make = len(one) == len(other), getattr(one, "_make", tuple)
+        found = make([_together(*pair, sizes) for pair in zip(one, other, strict=False)]) if alike else one
+    else:
+        alike = one == other
+    if not alike:
+        raise UnlikeError
+    return found
+
+
+def _shape(one: Sequence[int], other: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    if [*one[:1], *other[:1]] == [*sizes] and one[1:] == other[1:]:
+        return (one[0] + other[0], *one[1:])
+    if one != other:
+        raise UnlikeError
+    return tuple(one)
 
 
 def _part(both: Crossings, paths: dict[int, RunRecord], place: int) -> Crossings:

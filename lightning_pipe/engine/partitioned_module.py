@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.construction import materialize
+from lightning_pipe.engine.refusals import check_division
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.gradient_groups import HeldParameter, uses_of_ranks
@@ -19,6 +20,7 @@ from lightning_pipe.parameters.ownership import Ownership, named_tensors
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.passes.recompute import with_recompute
+from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.sharding.roots import Root, roots_of
 from lightning_pipe.sharding.values import T, give_values
 from lightning_pipe.transport.base import Transport
@@ -55,6 +57,7 @@ class PartitionedModule:
     Raises:
         PartitionError: the balance does not add up to the layers.
         ScheduleError: the schedule cannot be built for these ranks and stages.
+        ConfigurationError: see `check_division`.
     """
 
     def __init__(
@@ -73,13 +76,14 @@ class PartitionedModule:
             raise PartitionError(
                 f"The balance {list(balance)} adds up to {sum(balance)}; there are {len(layers)} layers."
             )
+        check_division(module, layers, len(balance))
         self.module, self.transport, self.family = module, transport, family
         self.recompute: Recompute = recompute
         self.layers, self.balance = list(layers), list(balance)
         self.names = [name for name, _ in layers]
         self.stage_layers = [range(start, stop) for start, stop in pairwise([0, *accumulate(balance)])]
+        self.passes = passes if len(balance) > 1 else 1  # one stage runs any step
         sample = self.sample_schedule()
-        self.passes = passes
         self.synchronous = sample.synchronous
         self.placement = dict(sample.placement)
         self.loss_ranks = sample.loss_ranks
@@ -105,7 +109,7 @@ class PartitionedModule:
     @property
     def ends_early(self) -> bool:
         """Whether some runs of a training step end early on this rank: all but those of the last stage and pass."""
-        return not (self.is_loss_rank and len(self.stages_here) == 1 and (self.passes == 1 or len(self.balance) == 1))
+        return not (self.is_loss_rank and len(self.stages_here) == 1 and self.passes == 1)
 
     @property
     def linear(self) -> bool:
@@ -134,14 +138,14 @@ class PartitionedModule:
 
     # ------------------------------------------------------------------ schedule and stages
 
-    def schedule(self, micro_batches: int) -> Schedule:
-        """The training schedule for a number of micro-batches."""
-        schedule = self.family.build(self.transport.topology.ranks, micro_batches, stages=len(self.balance))
-        return with_recompute(schedule, self.recompute)
+    def schedule(self, micro_batches: int, passes: int | None = None) -> Schedule:
+        """The training schedule for a number of micro-batches, of all passes or of so many."""
+        one = self.family.build(self.transport.topology.ranks, micro_batches, stages=len(self.balance))
+        return with_recompute(several_passes(one, self.passes if passes is None else passes), self.recompute)
 
-    def sample_schedule(self) -> Schedule:
+    def sample_schedule(self, passes: int = 1) -> Schedule:
         """A schedule with so many micro-batches that every rank computes, and every channel is used."""
-        return self.schedule(max(2 * self.transport.topology.ranks, self.family.pipes))
+        return self.schedule(max(2 * self.transport.topology.ranks, self.family.pipes), passes)
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The pipeline ranks that hold a stage, ascending."""
@@ -186,7 +190,16 @@ class PartitionedModule:
             is_of_one = len(users) == 1 and self.ownership.in_layers_alone(name) and owners == self.holders(min(users))
             yield HeldParameter(parameter, owners, min(users) if is_of_one else None)
 
-    def owner_sets(self) -> list[tuple[int, ...]]:
+    def make_groups(self) -> None:
+        """Prepare the groups of processes that have something in common. Collective."""
+        topology = self.transport.topology
+        groups = [topology.members(replica, range(topology.ranks)) for replica in range(topology.replicas)]
+        groups += [tuple(sorted(topology.replica_processes(rank))) for rank in range(topology.ranks)]
+        groups += [topology.holders(owners) for owners in self._owner_sets()]
+        # Without repetitions, and in this order: processes make groups together, one after the other.
+        self.transport.make_groups(list(dict.fromkeys(groups)))
+
+    def _owner_sets(self) -> list[tuple[int, ...]]:
         """The different sets of ranks that hold something in common."""
         return list(dict.fromkeys(self.owners(name) for name, _ in named_tensors(self.module)))
 
@@ -199,7 +212,7 @@ class PartitionedModule:
         used = self.ownership.used if sharded is None else sharded.together(self.ownership.used)
         self.ownership.learn_users(uses_of_ranks(self.transport, self.placement, used))
         # Groups of processes are made in the same order everywhere, or the library that makes them hangs.
-        topology, owner_sets = self.transport.topology, sorted(self.owner_sets())
+        topology, owner_sets = self.transport.topology, sorted(self._owner_sets())
         self.transport.make_groups([topology.holders(owners) for owners in owner_sets])
         if sharded is not None:
             sharded.forget(self.holds)
@@ -273,16 +286,8 @@ class PartitionedModule:
         Returns:
             Names of what no rank has.
         """
-        topology, transport = self.transport.topology, self.transport
-        order = [topology.process(transport.replica, rank) for rank in range(topology.ranks)]
-
-        def gather(mine: Any) -> list[Any]:
-            found = dict(
-                zip(self.pipeline_members, transport.all_gather_object(mine, self.pipeline_members), strict=True)
-            )
-            return [found[process] for process in order]
-
-        return self.ownership.agree_on_lost(gather)
+        transport = self.transport
+        return self.ownership.agree_on_lost(lambda mine: transport.all_gather_object(mine, transport.peers))
 
     @cached_property
     def norms(self) -> dict[DeferredBatchNorm, str]:

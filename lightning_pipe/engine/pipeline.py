@@ -12,15 +12,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
+from lightning_pipe.engine.asynchronous import AsynchronousPipeline
 from lightning_pipe.engine.batch import Batch, Cut, StepFunction
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
-from lightning_pipe.engine.connections import connect
 from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.partitioned_module import PartitionedModule
-from lightning_pipe.engine.passes import Passes
-from lightning_pipe.engine.skip_routes import ends_of, skip_routes
+from lightning_pipe.engine.skip_routes import Routes, ends_of, skip_routes
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.engine.turns import Turns
 from lightning_pipe.engine.undivided import run_whole
@@ -29,13 +27,16 @@ from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.parameters.buffer_sync import BufferSync
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, discard_all, end_passes
 from lightning_pipe.parameters.gradient_groups import GradientGroups
-from lightning_pipe.schedules import Action, Family, forward_only, lower
+from lightning_pipe.schedules import Action, Family, Kind, forward_only, lower
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.simulate import Event, Timeline
-from lightning_pipe.transport.base import Transport
+from lightning_pipe.transport.base import Channel, Direction, Lane, Transport
+
+_DIRECTIONS: dict[Kind, Direction] = {Kind.SEND_FORWARD: "forward", Kind.SEND_BACKWARD: "backward"}
 
 
 class Pipeline(PartitionedModule):
@@ -51,10 +52,12 @@ class Pipeline(PartitionedModule):
         transport: this process's transport.
         recompute: whether forward passes run again before their backward pass; see `PartitionedModule`.
         deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
-        passes: how often a training step runs the layers; see `Passes`.
+        passes: how often a training step runs the layers; the stages of all passes follow each other.
         before: the same module over the same ranks in an earlier run, if it is still divided.
 
     Attributes:
+        training_executor: that of training batches, which may have several passes; ``executor``: of all others.
+        program: what this rank does for a batch of so many micro-batches and passes.
         elapsed, busy: seconds of all training batches but the first, and those in which this rank computed.
         skips: pairs of stages, not neighbours, of which a skip connection goes straight from one to the other.
         reductions: sums the gradients of parameters that other processes hold as well.
@@ -91,40 +94,62 @@ class Pipeline(PartitionedModule):
         self._interceptor = Interceptor(
             module, self.layers, tells=transport.process == 0, places=self.places, one_pipe=family.pipes == 1
         )
-        stages = [
-            StageLayers(stage, span, self.names, routes.get(stage, {})) for stage, span in enumerate(self.stage_layers)
-        ]
-        self.executor = Executor(
-            Stages(
-                self._interceptor, stages, self.ownership, transport.device, BufferGuard(self._interceptor.computing())
-            ),
-            BoundaryExchange(transport),
-            self.placement,
-            transport.rank,
-            self.reductions.stage_done,
-            self.skips,
-        )
+        self._guard = BufferGuard(self._interceptor.computing())
+        self.executor = self._executor(1, routes)
+        self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures: dict[Hashable, int] = {}
-        self._program = cache(self._lowered)
+        self.program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
-        connect(self, self.skips)
-        _ = self.in_passes  # prepares its channels, at the same time everywhere
+        self._connect()
         self.asynchronous = (
             None if self.synchronous else AsynchronousPipeline(self, deferred_batch_norm=deferred_batch_norm)
         )
 
-    @cached_property
-    def in_passes(self) -> Passes | None:
-        """Runs training steps of several passes over several stages."""
-        several = self.passes > 1 and len(self.stage_layers) > 1
-        return Passes(self, self.passes, self.executor) if several else None
+    def _executor(self, passes: int, routes: Routes) -> Executor:
+        """Runs the stages of some passes, one pass behind the other. Plans of several passes meet none of one pass."""
+        layers, transport = len(self.names), self.transport
+        stage_of = [stage for stage, span in enumerate(self.stage_layers) for _ in span]
+        spans = [
+            range(number * layers + span.start, number * layers + span.stop)
+            for number in range(passes)
+            for span in self.stage_layers
+        ]
+        stages = [
+            StageLayers(stage, span, self.names * passes, routes.get(stage, {}), stage_of if passes > 1 else ())
+            for stage, span in enumerate(spans)
+        ]
+        return Executor(
+            Stages(self._interceptor, stages, self.ownership, transport.device, self._guard),
+            BoundaryExchange(transport),
+            self.sample_schedule(passes).placement,
+            transport.rank,
+            self._stage_done,
+            ends_of(routes),
+        )
 
-    @property
-    def training_executor(self) -> Executor:
-        """That of training batches."""
-        return self.executor if self.in_passes is None else self.in_passes.executor
+    def _connect(self) -> None:
+        """Prepare all groups and channels. Collective: every process does so in the same order, or the first hangs."""
+        self.make_groups()
+        # An evaluation may send on other channels than training.
+        orders = self.sample_schedule(), forward_only(self.sample_schedule(), 1)
+        programs = [lower(order, self.skips) for order in orders]
+        if self.passes > 1:
+            programs.append(lower(self.sample_schedule(self.passes)))
+        for program in programs:
+            channels = [
+                Channel(rank, action.peer, Lane(_DIRECTIONS[action.kind], action.pipe))
+                for rank, actions in enumerate(program)
+                for action in actions
+                if action.kind in _DIRECTIONS and action.peer is not None
+            ]
+            self.transport.connect(channels)
+
+    def _stage_done(self, stage: int) -> None:
+        """The gradients of a stage are complete when its first pass has had its backward passes: they come last."""
+        if stage < len(self.balance):
+            self.reductions.stage_done(stage)
 
     # ------------------------------------------------------------------ batches
 
@@ -160,7 +185,7 @@ class Pipeline(PartitionedModule):
         if self.asynchronous is not None:
             raise ConfigurationError(
                 f"Schedule {self.family.name!r} does not finish a batch before the next one.",
-                hint="Call advance for every batch and drain in the end.",
+                hint="Call `asynchronous.advance` for every batch and `asynchronous.drain` in the end.",
             )
         self.gradients_divided = False
         self.reductions.overlapped = reduce
@@ -168,7 +193,7 @@ class Pipeline(PartitionedModule):
         first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
         if first:
             self._buffer_sync.begin()
-        batch = self._batch(step, micro_batches, weights, seed, training=True)
+        batch = self.batch(step, micro_batches, weights, seed, training=True)
         batch.cut = cut
         if (sharded := self.reductions.sharded) is not None:
             batch.using = lambda stage, _: sharded.whole(stage % len(self.stage_layers))
@@ -188,6 +213,7 @@ class Pipeline(PartitionedModule):
             self.busy += self.training_executor.busy - busy
         return results
 
+    @counting()
     def evaluate(
         self, step: StepFunction, parts: Sequence[Any], *, seed: int = 0, turns: bool = False, again: bool = False
     ) -> dict[int, Any]:
@@ -217,7 +243,7 @@ class Pipeline(PartitionedModule):
         """The batch of an evaluation; see `evaluate`."""
         if self.asynchronous is not None and self.asynchronous.in_flight:
             raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        return self._batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
+        return self.batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
 
     def commit_evaluated(self) -> None:
         """End the batch of an evaluation for norms in training mode: they learn as on one device."""
@@ -231,38 +257,6 @@ class Pipeline(PartitionedModule):
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
         self._interceptor.returning(result)
-
-    def advance(
-        self,
-        step: StepFunction,
-        micro_batches: Sequence[Any],
-        weights: Sequence[float],
-        *,
-        seed: int = 0,
-    ) -> CallResult:
-        """Let an asynchronous schedule go on by one batch; others stay in flight.
-
-        The gradients that are due are added to ``parameter.grad``, summed over all holders of each parameter. Let the
-        optimizer step before the next call if there are any (``CallResult.update``).
-
-        Args:
-            step: see `train`; it is called for this batch in later calls, too.
-            micro_batches: the slices of the batch, the same on all ranks of the pipeline.
-            weights: the factor of each micro-batch's loss.
-            seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
-
-        Raises:
-            ConfigurationError: the schedule is not asynchronous, or another number of micro-batches in a batch.
-        """
-        if self.asynchronous is None:
-            raise ConfigurationError(
-                f"Schedule {self.family.name!r} finishes every batch before the next one.", hint="Call train."
-            )
-        return self.asynchronous.advance(self._batch(step, micro_batches, weights, seed, training=True))
-
-    def drain(self) -> Iterator[CallResult]:
-        """Finish what is in flight, one call after the other; the optimizer may have to step after each."""
-        return iter(()) if self.asynchronous is None else self.asynchronous.drain()
 
     def reduce_gradients(self) -> None:
         """Sum ``parameter.grad`` over the holders of each parameter, all at once."""
@@ -291,14 +285,14 @@ class Pipeline(PartitionedModule):
 
     def _run(self, batch: Batch) -> dict[int, Any]:
         training = batch.training
-        program = self._program(len(batch.micro_batches), training)
+        program = self.program(len(batch.micro_batches), self.passes if training else 1, training=training)
         executor = self.training_executor if training else self.executor
         self._interceptor.state.begin_batch()
         with self.running(batch.streams):
             executor.run(program, batch)
         return batch.results
 
-    def _batch(
+    def batch(
         self,
         step: StepFunction,
         micro_batches: Sequence[Any],
@@ -339,12 +333,11 @@ class Pipeline(PartitionedModule):
         finally:
             end_passes()
 
-    def _lowered(self, micro_batches: int, training: bool) -> tuple[Action, ...]:
-        if training and self.in_passes is not None:
-            return self.in_passes.program(micro_batches)
-        schedule = self.schedule(micro_batches)
+    def _lowered(self, micro_batches: int, passes: int, *, training: bool) -> tuple[Action, ...]:
+        """What this rank does for a batch."""
+        schedule = self.schedule(micro_batches, passes)
         order = schedule if training else forward_only(schedule, micro_batches)
-        return lower(order, self.skips)[self.transport.rank]
+        return lower(order, self.skips if passes == 1 else ())[self.transport.rank]
 
     @override
     def restore(self) -> None:

@@ -43,13 +43,18 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def check_quantized(module: nn.Module, stages: int) -> None:
-    """Refuse models that Transformers has quantised: their weights are objects of other libraries.
+def check_division(module: nn.Module, layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:
+    """Refuse modules that can be no more than one stage.
+
+    These are models that Transformers has quantised, whose weights are objects of other libraries, and layers that
+    change themselves before they are called, which ranks without them cannot follow.
 
     Raises:
-        ConfigurationError: there is one.
+        ConfigurationError: there is one, and there are several stages.
     """
-    for name, part in module.named_modules() if stages > 1 else ():
+    if stages == 1:
+        return
+    for name, part in module.named_modules():
         quantizer = getattr(part, "hf_quantizer", None)
         if quantizer is not None:
             method = quantizer.quantization_config.quant_method
@@ -58,15 +63,7 @@ def check_quantized(module: nn.Module, stages: int) -> None:
                 "cannot be divided over stages.",
                 hint="Load it without quantization_config, in dtype=torch.bfloat16: each rank holds its share alone.",
             )
-
-
-def check_layers(layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:
-    """Refuse layers that change themselves before they are called, which ranks without them cannot follow.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
-    for name, layer in layers if stages > 1 else ():
+    for name, layer in layers:
         if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
             raise ConfigurationError(
                 f"Layer '{name}' has torch.nn.utils.spectral_norm, a hook that changes the layer's buffers in front of "

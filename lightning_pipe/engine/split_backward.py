@@ -63,15 +63,15 @@ class SplitBackward:
 
     def _divide(self, entry: Tensor) -> None:
         """Run the way to the entry alone, unless that has to be walked with the rest."""
-        graph = _Graph.of([_node_of(result) for result in self.results], _node_of(entry))
-        hooks = [junction.node.register_prehook(junction.keep) for junction in graph.junctions]
+        leads, junctions = _walk([_node_of(result) for result in self.results], _node_of(entry))
+        hooks = [junction.node.register_prehook(junction.keep) for junction in junctions or ()]
         try:
             # A junction runs in both halves, and with it would the user's hooks.
-            self.whole = graph.indivisible or any(map(_has_others, graph.junctions, hooks))
-            if self.whole:
+            self.whole = junctions is None or any(map(_has_others, junctions, hooks))
+            if self.whole or junctions is None:
                 return
-            self._junctions = graph.junctions
-            self._apart = [not graph.leads[_node_of(result)] for result in self.results]
+            self._junctions = junctions
+            self._apart = [not leads[_node_of(result)] for result in self.results]
             if not all(self._apart):  # else nothing leads to the input, and the second half does all
                 backward(self.results, self.gradients, retain_graph=True, inputs=[entry])
         finally:
@@ -94,48 +94,41 @@ class SplitBackward:
         self._junctions.clear()
 
 
-@dataclass
-class _Graph:
-    """What a graph is made of, seen from its results.
+def _walk(roots: Sequence[Node], entry: Node) -> tuple[dict[Node, bool], list[_Junction] | None]:
+    """For each node of a graph whether it leads to the entry, and where the parts for the two halves meet.
 
     Args:
-        junctions: where the parts for the two halves meet.
-        leads: for each node whether it leads to the entry.
-        indivisible: whether it has to be walked at once.
+        roots: the nodes of its results.
+        entry: the node of the stage's input.
+
+    Returns:
+        ``None`` in the place of the junctions if the graph has to be walked at once.
     """
-
-    junctions: list[_Junction]
-    leads: dict[Node, bool]
-    indivisible: bool
-
-    @classmethod
-    def of(cls, roots: Sequence[Node], entry: Node) -> _Graph:
-        """Walk the graph from ``roots``; ``entry`` is the node of the input."""
-        after: dict[Node, list[Node]] = {}
-        leads: dict[Node, bool] = {}  # in the order in which it is known, after all that a node leads to
-        # Without recursion: a graph may be deeper than Python's stack of calls.
-        stack = [*roots]
-        while stack:
-            node = stack[-1]
-            if node not in after:
-                after[node] = [following for following, _ in node.next_functions if following is not None]
-                stack += [following for following in after[node] if following not in after]
-                continue
-            stack.pop()
-            if node not in leads:
-                leads[node] = node is entry or True in [leads[following] for following in after[node]]
-        junctions = []
-        for node, leading in leads.items():
-            apart = [following for following in after[node] if not leads[following]] if leading else []
-            if apart:
-                junctions.append(_Junction(node, _leaves(apart, after)))
-        # A junction runs in both halves. The backward of a Function may do more than return gradients: once, then.
-        indivisible = any(isinstance(junction.node, BackwardCFunction) for junction in junctions)
-        # A reentrant checkpoint runs a backward pass of its own, which torch refuses in the first half (torch 2.13).
-        indivisible = indivisible or any("CheckpointFunction" in type(node).__name__ for node in leads)
-        # Weights that two junctions lead to: asked for by name, autograd would go to them from one by way of the other.
-        found = [leaf for junction in junctions for leaf in junction.leaves]
-        return cls(junctions, leads, indivisible or len(found) > len(set(found)))
+    after: dict[Node, list[Node]] = {}
+    leads: dict[Node, bool] = {}  # in the order in which it is known, after all that a node leads to
+    # Without recursion: a graph may be deeper than Python's stack of calls.
+    stack = [*roots]
+    while stack:
+        node = stack[-1]
+        if node not in after:
+            after[node] = [following for following, _ in node.next_functions if following is not None]
+            stack += [following for following in after[node] if following not in after]
+            continue
+        stack.pop()
+        if node not in leads:
+            leads[node] = node is entry or True in [leads[following] for following in after[node]]
+    junctions = []
+    for node, leading in leads.items():
+        apart = [following for following in after[node] if not leads[following]] if leading else []
+        if apart:
+            junctions.append(_Junction(node, _leaves(apart, after)))
+    # A junction runs in both halves. The backward of a Function may do more than return gradients: once, then.
+    indivisible = any(isinstance(junction.node, BackwardCFunction) for junction in junctions)
+    # A reentrant checkpoint runs a backward pass of its own, which torch refuses in the first half (torch 2.13).
+    indivisible = indivisible or any("CheckpointFunction" in type(node).__name__ for node in leads)
+    # Weights that two junctions lead to: asked for by name, autograd would go to them from one by way of the other.
+    found = [leaf for junction in junctions for leaf in junction.leaves]
+    return leads, None if indivisible or len(found) > len(set(found)) else junctions
 
 
 def _leaves(nodes: Sequence[Node], after: Mapping[Node, Sequence[Node]]) -> list[Node]:

@@ -19,13 +19,14 @@ from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
-from lightning_pipe.intercept.layer_state import Key
+from lightning_pipe.intercept.layer_state import FirstRun
 from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_saved, recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
+from lightning_pipe.local_parts import local
 from lightning_pipe.parameters.deferred_batchnorm import begin_pass
 
 Crossings = dict[int, Crossing]
@@ -72,15 +73,16 @@ class Saved:
 class Kept:
     """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
-    ``buffers`` has the former statistics of norms, ``set`` the former attributes that the step and layers have set,
-    ``around`` those of the LightningModule.
+    ``buffers`` has the former statistics of norms, ``first`` the former attributes that the step and layers have set,
+    ``around`` those of the LightningModule. ``sums`` tells of thorough runs what they left.
     """
 
     inbound: Crossing | None
     calls: tuple[CallRecord, ...] | None
     buffers: Buffers
-    set: dict[Key, Any]
+    first: FirstRun
     around: Snapshot
+    sums: Mapping[int, tuple[Tensor, float]] | None
 
 
 @dataclass
@@ -122,14 +124,12 @@ class Stages:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
-        state, around = self.interceptor.state, self.interceptor.attributes_around()
+        first, around = self.interceptor.state.begin_first(), self.interceptor.attributes_around()
         with nothing_saved(), self.buffers.noted(thorough=batch.thorough) as former:
-            saved, crossings, result = self._run(stage, micro_batch, batch, copies)
-        batch.streams.end_user_code()
-        if not crossings:
-            batch.keep(micro_batch, saved.loss, result)
+            saved, crossings = self.forward(stage, micro_batch, batch, copies)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        kept = Kept(inbound, calls, former, state.set_by_run | state.set_by_layers, around)
+        sums = _sums(saved, crossings) if batch.thorough else None
+        kept = Kept(inbound, calls, former, first, around, sums)
         return kept, {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
@@ -138,17 +138,19 @@ class Stages:
         # other micro-batches may have changed these since, and graphs may hold what they are now
         kept.around.undo(for_now=True)
         try:
-            with recomputing(), self.buffers.restored(kept.buffers), state.restored(kept.set):
+            with recomputing(), self.buffers.restored(kept.buffers), state.restored(kept.first):
                 saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         finally:
             around.undo()
         # The last stage ends at no boundary and has no path to compare.
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        if _path(calls) != _path(kept.calls):
+        same_path = _path(calls) == _path(kept.calls)
+        if not same_path or (kept.sums is not None and not _alike(_sums(saved, crossings), kept.sums)):
             raise CutError(
-                f"stage {stage} took another path when micro-batch {micro_batch} was computed again.",
-                hint="Steps must not depend on counters, time or random numbers of other libraries than torch, random "
-                "and numpy; or use recompute='never'.",
+                f"stage {stage} {'left other values' if same_path else 'took another path'} when micro-batch "
+                f"{micro_batch} was computed again.",
+                hint="What is computed must not depend on counters, iterators and generators of one's own, time, or "
+                "random numbers of other libraries than torch, random and numpy; or use recompute='never'.",
             )
         return saved
 
@@ -253,6 +255,32 @@ def _telling() -> Iterator[None]:
             "pass (`self.scale = self.scale * 0.9`). If training fails on one device, too, the error is in the code "
             "that changes it.",
         ) from error
+
+
+@torch.no_grad()
+def _sums(saved: Saved, crossings: Crossings) -> dict[int, tuple[Tensor, float]]:
+    """A number for each tensor that a run leaves, and by what part of it that of the second run may be another one."""
+    found = {number: local(each) for crossing in crossings.values() for number, each in crossing.tensors.items()}
+    found |= {-1: saved.loss} if saved.loss is not None else {}
+    floats = {number: each if each.is_floating_point() else each.abs().double() for number, each in found.items()}
+    return {
+        number: (
+            # its norm, and less of its sum than that: neither signs nor places cancel
+            2 * torch.linalg.vector_norm(each, dtype=torch.float64)
+            + each.sum(dtype=torch.float64) / max(1, each.numel()) ** 0.5,
+            max(1e-5 if each.is_cpu else 1e-3, torch.finfo(each.dtype).eps),
+        )
+        for number, each in floats.items()
+    }
+
+
+def _alike(one: Mapping[int, tuple[Tensor, float]], other: Mapping[int, tuple[Tensor, float]]) -> bool:
+    """Whether what two runs leave is the same; each may leave more, of which nothing is known in the other."""
+    return all(
+        torch.allclose(one[number][0], sums, rtol=rounding, atol=0, equal_nan=True)
+        for number, (sums, rounding) in other.items()
+        if number in one
+    )
 
 
 def _path(calls: Sequence[CallRecord] | None) -> list[CallRecord] | None:

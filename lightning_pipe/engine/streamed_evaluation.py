@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.engine.batch import Batch, StepFunction
+from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.schedules.evaluation_order import EvaluationOrder, Pass
 
@@ -90,6 +91,7 @@ class StreamedEvaluation:
             return None
         return self._actions.popleft()[1]
 
+    @counting()
     def perform(self, action: Action) -> None:
         """Run an action."""
         executor, number = self._pipeline.executor, action.micro_batch or 0
@@ -97,7 +99,7 @@ class StreamedEvaluation:
         with self._pipeline.running(self._batches[number].streams) if forward else nullcontext():
             executor.advance([action], (), self._find, number, self.lag)
         # no gradients come back, and no rank is so many batches ahead of another
-        executor.agree_on_plans(range(number, number + 1), since=number + self.lag)
+        executor.exchange.agree((number,), since=number + self.lag)
         if forward:
             self._pipeline.commit_evaluated()
 

@@ -61,7 +61,7 @@ class Turns:
         )
         inputs = batch.slice(micro_batch)
         batch.streams.seed_user_code(micro_batch)
-        run.tracker.digest.begin(inputs)
+        run.tracker.digest.thorough = batch.thorough
         begin_pass(0)
         result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.streams.end_user_code()

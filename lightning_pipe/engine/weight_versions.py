@@ -19,9 +19,6 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.ownership import Ownership
 
-StandIns = dict[nn.Parameter, nn.Parameter]
-"""For each trainable parameter of the rank the leaf that stands in for it."""
-
 
 class _Reference(NamedTuple):
     """Where a module refers to a parameter."""
@@ -51,6 +48,8 @@ class WeightVersions:
         self.peak_held = 1
         self._stash: dict[int, dict[nn.Parameter, Tensor]] = {}
         self._references: list[_Reference] = []
+        # by batch, and by version of the weights
+        self._stand_ins: dict[int, dict[int, dict[nn.Parameter, nn.Parameter]]] = {}
 
     @property
     def held(self) -> int:
@@ -69,10 +68,6 @@ class WeightVersions:
 
     # ------------------------------------------------------------------ computing with a version
 
-    def stand_ins(self, version: int) -> StandIns:
-        """Fresh leaves with the values of a version."""
-        return {parameter: self._stand_in(parameter, version) for parameter in self.parameters()}
-
     def _stand_in(self, parameter: nn.Parameter, version: int) -> nn.Parameter:
         if type(parameter) is not nn.Parameter:
             raise ConfigurationError(
@@ -88,8 +83,12 @@ class WeightVersions:
         return leaf
 
     @contextmanager
-    def using(self, stand_ins: StandIns) -> Iterator[None]:
-        """Let all modules refer to stand-ins."""
+    def using(self, batch: int, version: int) -> Iterator[None]:
+        """Let all modules refer to a batch's own leaves with the values of a version."""
+        known = self._stand_ins.setdefault(batch, {})
+        if version not in known:
+            known[version] = {parameter: self._stand_in(parameter, version) for parameter in self.parameters()}
+        stand_ins = known[version]
         self._ownership.stand_ins = {id(leaf): parameter for parameter, leaf in stand_ins.items()}
         try:
             for reference in self._references:
@@ -128,16 +127,15 @@ class WeightVersions:
             if parameter.grad is not None:
                 raise self._ownership.unnoticed(parameter)
 
-    def collect(self, batches: Sequence[Iterable[StandIns]]) -> None:
+    def collect(self, batches: Sequence[int]) -> None:
         """Add the gradients of batches, averaged over them, to those of the parameters.
 
-        Args:
-            batches: the stand-ins of each batch.
+        A batch steps after its last backward pass: its leaves, and the memory of their versions, go.
         """
-        for stand_ins in (each for batch in batches for each in batch):
+        for stand_ins in (each for batch in batches for each in self._stand_ins.pop(batch, {}).values()):
             for parameter, leaf in stand_ins.items():
                 if leaf.grad is not None:
-                    gradient, leaf.grad = leaf.grad, None
+                    gradient = leaf.grad
                     if len(batches) > 1:
                         gradient /= len(batches)
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -162,6 +160,7 @@ class WeightVersions:
     def restart(self) -> None:
         """The pipeline is empty: only the newest version is left, and counted as the first."""
         self._stash.clear()
+        self._stand_ins.clear()
         self.newest = 0
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections import UserDict, UserList, deque
+from collections import deque
 from collections.abc import Container, Iterator
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,16 +12,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import copy_of, place_of, same_objects, same_values, version_of
 from lightning_pipe.intercept.uncounted import check_counted
-from lightning_pipe.intercept.user_classes import is_users
+from lightning_pipe.intercept.user_objects import LARGE, attributes_of, is_object
 
-_LARGE = 4096
-"""Containers of more elements are compared element by element only at their top level."""
 _CLONED = 1 << 16
 """Tensors of up to this many elements are cloned, so that a change in place can be undone."""
 
+_MISSING = object()
 Path = tuple[Any, ...]
 
 
@@ -63,13 +59,6 @@ def items_of(owner: Any, kind: str) -> Any:
     return owner if kind == "item" else attributes_of(owner)
 
 
-class _Kept(NamedTuple):
-    """A value at the time of the capture, with what is needed to find out and undo what became of it."""
-
-    value: Any
-    node: Node | None
-
-
 class Done(dict[int, Any]):
     """What stands in the place of each node that has been put back, or is being put back, by its ``id``."""
 
@@ -79,78 +68,72 @@ class Done(dict[int, Any]):
 
 
 class Node:
-    """Something whose content can change: remembers the content."""
+    """Something whose content can change, a dictionary if nothing else is said: remembers the content.
 
-    owner: Any
+    Args:
+        owner: what has the content.
+        seen: the nodes so far, by the ``id`` of their owners.
 
-    def undo(self, done: Done) -> Any:
-        """Put the content back; returns the object to hold in the place of the present one."""
-        raise NotImplementedError
-
-    def undo_once(self, done: Done) -> Any:
-        """Put the content back unless that is done, or under way: what it holds may hold it."""
-        if id(self) not in done:
-            done[id(self)] = self.owner
-            done[id(self)] = self.undo(done)
-        return done[id(self)]
-
-    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        """The differences from the content remembered."""
-        raise NotImplementedError
-
-    def changes_once(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        """The differences, unless they have been reported under another path."""
-        if id(self) not in seen:
-            seen.add(id(self))
-            yield from self.changes(path, seen)
-
-
-class _Mapping(Node):
-    """The items of a dictionary."""
+    Attributes:
+        kept: by key the values, each with the node that remembers what is in it, if anything there can change.
+    """
 
     kind = "item"
 
-    def __init__(self, owner: dict[Any, Any], seen: dict[int, Node]) -> None:
-        seen[id(owner)] = self
+    def __init__(self, owner: Any, seen: dict[int, Node]) -> None:
+        seen[id(owner)] = self  # first: what it holds may hold it
         self.owner = owner
-        # By now ``seen`` has this node: what the dictionary holds may hold the dictionary.
-        items = dict(self.items())
-        self.kept = {key: _keep(value, seen, len(items)) for key, value in items.items()}
+        items = self.items()
+        large = len(items) > LARGE
+        self.kept = {key: (value, None if large else _node(value, seen)) for key, value in items.items()}
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from self.owner.items()
-
-    def put(self, key: Any, value: Any) -> None:
-        self.owner[key] = value
-
-    def remove(self, key: Any) -> None:
-        del self.owner[key]
+    def items(self) -> dict[Any, Any]:
+        """The present content."""
+        return dict(self.owner)
 
     def undo(self, done: Done) -> Any:
-        now = dict(self.items())
+        """Put the content back, unless that is done, or under way; returns what to hold in the place of the owner."""
+        if id(self) not in done:
+            done[id(self)] = self.owner  # what it holds may hold it
+            done[id(self)] = self._undo(done)
+        return done[id(self)]
+
+    def _undo(self, done: Done) -> Any:
+        before = {key: value if node is None else node.undo(done) for key, (value, node) in self.kept.items()}
+        now = self.items()
+        same = before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
+        return self.owner if same else self._filled(before, now)
+
+    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+        """Let the owner hold what it held; returns the owner, or what is to stand in its place."""
+        target = items_of(self.owner, self.kind)
         # The order of keys is not put back: a key that was deleted comes last.
-        for key in now.keys() - self.kept.keys():
-            self.remove(key)
-        for key, (value, node) in self.kept.items():
-            before = value if node is None else node.undo_once(done)
-            if key not in now or now[key] is not before:
-                self.put(key, before)
+        for key in now.keys() - before.keys():
+            del target[key]
+        for key, value in before.items():
+            if key not in now or now[key] is not value:
+                target[key] = value
         return self.owner
 
     def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        now = dict(self.items())
+        """The differences from the content remembered, unless they have been reported under another path."""
+        if id(self) not in seen:
+            seen.add(id(self))
+            yield from self._changes(path, seen)
+
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        now = self.items()
         for key in self.kept.keys() - now.keys():
             yield Change("delete", (*path, (self.kind, key)))
         for key, value in now.items():
-            kept = self.kept.get(key)
-            here = (*path, (self.kind, key))
-            if kept is None or (kept.value is not value and not _equal_plain(kept.value, value)):
-                yield Change("set", here, value)
-            elif kept.node is not None:
-                yield from kept.node.changes_once(here, seen)
+            kept, node = self.kept.get(key, (_MISSING, None))
+            if kept is not value and not _equal_plain(kept, value):
+                yield Change("set", (*path, (self.kind, key)), value)
+            elif node is not None:
+                yield from node.changes((*path, (self.kind, key)), seen)
 
 
-class Attributes(_Mapping):
+class Attributes(Node):
     """The attributes of a module or another object."""
 
     kind = "attribute"
@@ -161,71 +144,56 @@ class Attributes(_Mapping):
         super().__init__(owner, seen)
 
     @override
-    def items(self) -> Iterator[tuple[Any, Any]]:
+    def items(self) -> dict[Any, Any]:
         only, skipped = self.only, self.skipped
-        for name, value in attributes_of(self.owner).items():
-            if name not in skipped and (only is None or name in only) and not isinstance(value, nn.Module):
-                yield name, value
-
-    @override
-    def put(self, key: Any, value: Any) -> None:
-        attributes_of(self.owner)[key] = value
-
-    @override
-    def remove(self, key: Any) -> None:
-        del attributes_of(self.owner)[key]
+        return {
+            name: value
+            for name, value in attributes_of(self.owner).items()
+            if name not in skipped and (only is None or name in only) and not isinstance(value, nn.Module)
+        }
 
 
 class _List(Node):
     """The elements of a list or a deque."""
 
-    def __init__(self, owner: Any, seen: dict[int, Node]) -> None:
-        seen[id(owner)] = self
-        self.owner = owner
-        self.kept = [_keep(value, seen, len(owner)) for value in owner]
+    @override
+    def items(self) -> dict[Any, Any]:
+        return dict(enumerate(self.owner))
 
-    def undo(self, done: Done) -> Any:
-        before = [value if node is None else node.undo_once(done) for value, node in self.kept]
-        if not same_objects(before, self.owner):
-            self.owner.clear()
-            self.owner.extend(before)
+    @override
+    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+        self.owner.clear()
+        self.owner.extend(before.values())
         return self.owner
 
-    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        now = list(self.owner)
-        old = len(self.kept)
-        if not same_objects(now[:old], [kept.value for kept in self.kept]):
+    @override
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        now, old = list(self.owner), len(self.kept)
+        if not same_objects(now[:old], [value for value, _ in self.kept.values()]):
             yield Change("fill", path, self.owner)
             return
-        for index, (_, node) in enumerate(self.kept):
+        for index, (_, node) in self.kept.items():
             if node is not None:
-                yield from node.changes_once((*path, ("item", index)), seen)
+                yield from node.changes((*path, ("item", index)), seen)
         if len(now) > old:
-            # Told apart from other changes: two ranks with the last stage append what their own micro-batches brought.
+            # Told apart from other changes: a list that grows all the time is not sent whole.
             yield Change("append", (*path, ("item", None)), now[old:])
 
 
-class _Tuple(Node):
+class _Tuple(_List):
     """What is in a tuple, which stays the same object as long as nothing in it has to be replaced."""
 
-    def __init__(self, owner: tuple[Any, ...], seen: dict[int, Node]) -> None:
-        seen[id(owner)] = self
-        self.owner = owner
-        self.kept = [_keep(value, seen, len(owner)) for value in owner] if len(owner) <= _LARGE else []
-
-    def undo(self, done: Done) -> Any:
-        before = [value if node is None else node.undo_once(done) for value, node in self.kept]
-        if not self.kept or same_objects(before, self.owner):
-            return self.owner
+    @override
+    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
         kind: Any = type(self.owner)
-        return kind._make(before) if hasattr(kind, "_make") else kind(before)
+        return kind._make(before.values()) if hasattr(kind, "_make") else kind(before.values())
 
-    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        for index, (_, node) in enumerate(self.kept):
-            here = (*path, ("item", index))
-            for change in () if node is None else node.changes_once(here, seen):
-                # a tensor or an array that has changed: other ranks get another tuple with it
-                yield Change("set", path, self.owner) if change.path == here and change.kind == "set" else change
+    @override
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        for change in super()._changes(path, seen):
+            # a tensor or an array that has changed: other ranks get another tuple with it
+            inner = change.kind == "set" and change.path[:-1] == path
+            yield Change("set", path, self.owner) if inner else change
 
 
 class _Set(Node):
@@ -233,16 +201,18 @@ class _Set(Node):
 
     def __init__(self, owner: set[Any], seen: dict[int, Node]) -> None:
         seen[id(owner)] = self
-        self.owner, self.kept = owner, set(owner)
+        self.owner, self.elements = owner, set(owner)
 
-    def undo(self, done: Done) -> Any:
-        if self.owner != self.kept:
+    @override
+    def _undo(self, done: Done) -> Any:
+        if self.owner != self.elements:
             self.owner.clear()
-            self.owner.update(self.kept)
+            self.owner.update(self.elements)
         return self.owner
 
-    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        if self.owner != self.kept:
+    @override
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+        if self.owner != self.elements:
             yield Change("fill", path, self.owner)
 
 
@@ -251,47 +221,45 @@ class _Tensor(Node):
 
     def __init__(self, owner: Any, seen: dict[int, Node]) -> None:
         seen[id(owner)] = self
-        self.owner, self.kind = owner, type(owner)
+        self.owner, self.type = owner, type(owner)
         small = (owner.numel() if isinstance(owner, Tensor) else owner.size) <= _CLONED
-        self.kept = copy_of(owner) if small else None  # a large one costs memory: its change cannot be undone
+        self.former = copy_of(owner) if small else None  # a large one costs memory: its change cannot be undone
         self.version, self.place = version_of(owner), place_of(owner)
 
     def _changed(self) -> bool:
-        if type(self.owner) is not self.kind or version_of(self.owner) != self.version:
+        if type(self.owner) is not self.type or version_of(self.owner) != self.version:
             return True
         if place_of(self.owner) != self.place:  # swapped for another tensor, with all who refer to it
             return True
-        return self.version is None and self.kept is not None and not same_values(self.owner, self.kept)
+        return self.version is None and self.former is not None and not same_values(self.owner, self.former)
 
-    def undo(self, done: Done) -> Any:
+    @override
+    def _undo(self, done: Done) -> Any:
         if not self._changed():
             return self.owner
-        if done.for_now and self.kept is not None:
-            return self.kept
-        if self.kept is None:
+        if done.for_now and self.former is not None:
+            return self.former
+        if self.former is None:
             raise CutError(
                 f"A tensor of shape {tuple(self.owner.shape)} that belongs to the LightningModule was changed in place "
                 "by a run of the step that ends at a cut.",
                 hint="Change it after the last layer, or outside the step.",
             )
         # a tensor that the cut has swapped for another cannot take its value back
-        if type(self.owner) is not self.kind or place_of(self.owner) != self.place:
-            return self.kept
-        if self.kind is Tensor:
+        if type(self.owner) is not self.type or place_of(self.owner) != self.place:
+            return self.former
+        if self.type is Tensor:
             check_counted([self.owner])
         with torch.no_grad():
             # in place, for whoever else refers to the tensor or to a view of it
-            self.owner[...] = self.kept
+            self.owner[...] = self.former
         return self.owner
 
-    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+    @override
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
         # it may have been filled with the values that it had
-        if self._changed() and (self.kept is None or not same_values(self.owner, self.kept)):
+        if self._changed() and (self.former is None or not same_values(self.owner, self.former)):
             yield Change("set", path, self.owner)
-
-
-def _keep(value: Any, seen: dict[int, Node], siblings: int) -> _Kept:
-    return _Kept(value, _node(value, seen) if siblings <= _LARGE else None)
 
 
 def _node(value: Any, seen: dict[int, Node]) -> Node | None:
@@ -308,20 +276,16 @@ def _node(value: Any, seen: dict[int, Node]) -> Node | None:
         if isinstance(value, kinds):
             found: Node = node(value, seen)
             return found
-    if kind in _OF_PYTHON or (is_users(kind) and not isinstance(value, type | nn.Module)):
-        return Attributes(value, seen)
-    return None
+    return Attributes(value, seen) if is_object(value) else None
 
 
 _NODES: tuple[tuple[Any, type[Any]], ...] = (
-    (dict, _Mapping),
+    (dict, Node),
     ((list, deque), _List),
     (tuple, _Tuple),
     (set, _Set),
     (np.ndarray, _Tensor),
 )
-_OF_PYTHON = (SimpleNamespace, Namespace, UserDict, UserList)
-"""Classes of the standard library whose objects keep the user's values in attributes."""
 
 
 def _equal_plain(one: Any, other: Any) -> bool:

@@ -105,7 +105,7 @@ def _describe(
         # of an object's tensors most are those that the other ranks know
         known = [tracker.numbers.of(leaf) for effect, own in effects if effect.object is not None for leaf in own]
         tracker.numbers.shown.update(number for number in known if number is not None)
-    described, new = _described(tracker, name, leaves, position_of)
+    described, new = described_leaves(tracker, name, leaves, position_of)
     tracker.touch(new, f"the result of {name}", new=True)
     mutated: tuple[int, ...] = ()
     numbered, owners = new, [*enumerate(arguments), *(() if watch is None else watch.attributes())]
@@ -131,8 +131,8 @@ def _describe(
     )
 
 
-def _described(
-    tracker: Tracker, name: str, leaves: Sequence[Any], arguments: Mapping[int, int]
+def described_leaves(
+    tracker: Tracker, name: str, leaves: Sequence[Any], arguments: Mapping[int, int], *, plain: type | None = None
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
     """A description of every leaf, and the tensors among them that are no arguments, each once.
 
@@ -141,12 +141,13 @@ def _described(
         name: the layer or module, for messages.
         leaves: the leaves.
         arguments: the positions of the arguments, by ``id``.
+        plain: a type that travels as it is, besides numbers and text.
     """
     described: list[Any] = []
     new: list[Tensor] = []
     first: dict[int, int] = {}
     for position, leaf in enumerate(leaves):
-        if leaf is None or isinstance(leaf, PLAIN):
+        if leaf is None or isinstance(leaf, PLAIN) or (plain is not None and isinstance(leaf, plain)):
             described.append(leaf)
         elif id(leaf) in arguments:
             described.append(Passed(arguments[id(leaf)]))

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -30,14 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.kept_state import Place, has_content
+from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
-from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import version_of
+from lightning_pipe.intercept.user_objects import inside
 from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active, tree_leaves
 
-_tokens = itertools.count()
 _PLAIN = (int, float, str, complex, bytes, torch.dtype)
 _NAMED = 5
 """Attributes that an error names at most."""
@@ -77,16 +75,12 @@ class Digest:
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
         self._numbers, self._name_of, self._word = numbers, name_of, 0
-        # a tensor may outlive a run as an attribute: the mark of an earlier run does not count
-        self._token = next(_tokens)
-        # by id, since ranks that are threads may be given the same objects
-        self._batch: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self, batch: Any) -> None:
-        """The run is about to begin, with this batch."""
+        """The run is about to begin, with this batch, of which no other run has the same tensors."""
         for position, leaf in enumerate(() if self.idle else tree_leaves(batch), start=1):
             if isinstance(leaf, Tensor):
-                self._batch[id(leaf)] = leaf, mix(position)
+                self._mark(leaf, mix(position))
 
     def draw(self, name: str, generator: torch.Generator | None = None) -> None:
         """A function of that name draws, from the stream of the code around or a generator."""
@@ -148,17 +142,14 @@ class Digest:
             return
         number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
         for tensor in left:
-            if id(tensor) in self._batch:
-                self._batch[id(tensor)] = tensor, number
-            else:
-                tensor._pipe_lineage = (self._token, number)  # type: ignore[attr-defined]
+            self._mark(tensor, number)
+
+    def _mark(self, tensor: Tensor, number: int) -> None:
+        tensor._pipe_lineage = (self._numbers.token, number)  # type: ignore[attr-defined]
 
     def _of_batch(self, tensor: Tensor) -> int | None:
-        known = self._batch.get(id(tensor))
-        if known is not None:
-            return known[1]
         mark = getattr(tensor, "_pipe_lineage", None)
-        return mark[1] if mark is not None and mark[0] == self._token else None
+        return mark[1] if mark is not None and mark[0] == self._numbers.token else None
 
     def of(self, leaf: Any, depth: int = 0) -> int:
         """A number for one leaf of what is given."""
@@ -169,9 +160,10 @@ class Digest:
             return _of_plain(leaf)
         if isinstance(leaf, np.generic | np.ndarray) and not leaf.dtype.hasobject:
             return mix(zlib.crc32(leaf.tobytes()), *leaf.shape)
-        inner = None if depth >= _DEPTH else _inside(leaf)
-        if inner is None:
+        held = None if depth >= _DEPTH else inside(leaf)
+        if held is None:
             return _name(type(leaf).__qualname__)
+        inner = itertools.chain.from_iterable(held.items()) if isinstance(held, Mapping) else held
         found = [self.of(each, depth + 1) for each in inner]
         return mix(2, *(sorted(found) if isinstance(leaf, set | frozenset) else found))
 
@@ -183,8 +175,8 @@ class Digest:
             return _name(self._name_of(tensor) or "")
         version = version_of(tensor)
         mark = getattr(tensor, "_pipe_values", None)
-        if mark is None or version is None or mark[:2] != (self._token, version):
-            mark = tensor._pipe_values = self._token, version, _values(tensor)  # type: ignore[attr-defined]
+        if mark is None or version is None or mark[:2] != (self._numbers.token, version):
+            mark = tensor._pipe_values = self._numbers.token, version, _values(tensor)  # type: ignore[attr-defined]
         return int(mark[2])
 
 
@@ -198,19 +190,6 @@ def _of_plain(leaf: Any) -> int:
     if isinstance(leaf, str):
         return zlib.crc32((leaf.partition(":")[0] if leaf.startswith("cuda") else leaf).encode())
     return zlib.crc32(repr(leaf).encode())
-
-
-def _inside(leaf: Any) -> Iterable[Any] | None:
-    """What a container or an object of the user's holds; ``None``: it is something else."""
-    if isinstance(leaf, slice):
-        return leaf.start, leaf.stop, leaf.step
-    if isinstance(leaf, list | tuple | deque | set | frozenset):
-        return leaf
-    if isinstance(leaf, dict):
-        return itertools.chain.from_iterable(leaf.items())
-    if isinstance(leaf, nn.Module) or not has_content(leaf):
-        return None
-    return itertools.chain.from_iterable(attributes_of(leaf).items())
 
 
 def _values(tensor: Tensor) -> int:

@@ -19,13 +19,11 @@ from lightning_pipe.intercept.contents import attribute_of, owner_of
 from lightning_pipe.intercept.kept_state import Place, is_own, written
 from lightning_pipe.intercept.objects import ObjectStates, objects_of
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.intercept.tensor_state import has_changed, same_objects, state_of
+from lightning_pipe.intercept.tensor_state import same_objects, version_of
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward", "_apply"}
-LOOKS = 4
-"""How often a module is searched for attributes in vain before it is taken to keep none."""
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class Effect(NamedTuple):
@@ -136,8 +134,8 @@ class Watch:
             altered += [] if owner is None else [owner]
         return found
 
-    def altered(self) -> Iterator[Place]:
-        """Where the call has changed in place what its module has kept since before."""
+    def altered(self) -> Iterator[tuple[Place, bool]]:
+        """Where the call has changed what its module has kept since before, and whether it has done so in place."""
         return iter(()) if self._kept is None else self._kept.altered()
 
     def foreign_changes(self) -> Iterator[tuple[str, str]]:
@@ -179,51 +177,11 @@ class _State:
 
     def __init__(self, value: Any) -> None:
         self.value, self.leaves = value, tree_leaves(value)
-        self._states = [(leaf, state_of(leaf)) for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self._states = [(leaf, version_of(leaf)) for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def changed(self) -> bool:
         """Whether they have changed in place."""
-        return any(has_changed(*each) for each in self._states)
-
-
-class AttributeSearch:
-    """Remembers which modules keep tensors as attributes, so that the others need not be searched at every call."""
-
-    def __init__(self) -> None:
-        self._vain: dict[tuple[str, bool], int] = {}
-
-    def seeks(self, name: str, module: nn.Module) -> bool:
-        """Whether the module must be searched."""
-        return self._vain.get((name, module.training), 0) < LOOKS
-
-    def note(self, name: str, module: nn.Module, found: bool) -> None:
-        """What the search has brought."""
-        key = (name, module.training)
-        # a module that has kept a tensor once is searched for good
-        self._vain[key] = -(10**9) if found else self._vain.get(key, 0) + 1
-
-
-class Attributes:
-    """The tensors that have been set on skipped layers; `restore` puts back what was there."""
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
-
-    def set(self, module: nn.Module, effect: Effect, value: Any) -> None:
-        """Let the part of ``module`` that the effect names keep ``value``."""
-        owner = vars(module.get_submodule(effect.path))
-        # of an attribute that is set again the first value alone: those in between are not held where the layer runs
-        self._before.setdefault((id(owner), effect.attribute), (owner, owner.get(effect.attribute, self)))
-        owner[effect.attribute] = value
-
-    def restore(self) -> None:
-        """Put everything back as it was: this rank may run the layer too, for other micro-batches."""
-        for (_, attribute), (owner, value) in self._before.items():
-            if value is self:
-                owner.pop(attribute, None)
-            else:
-                owner[attribute] = value
-        self._before.clear()
+        return any(version_of(leaf) != version for leaf, version in self._states)
 
 
 def containers_in(values: Iterable[Any]) -> Iterator[Any]:

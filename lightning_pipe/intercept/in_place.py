@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
@@ -13,13 +12,13 @@ from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.tensor_state import TensorState, has_changed, memory_of, state_of
+from lightning_pipe.intercept.tensor_state import memory_of, version_of
 from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import storage_uses
 
-Noted = tuple[Tensor, TensorState, Sequence[Tensor]]
-"""A tensor before a call: its state, and what is written to as well if it changes."""
+Noted = tuple[Tensor, int | None, Sequence[Tensor]]
+"""A tensor before a call: its version, and what is written to as well if it changes."""
 
 
 class InPlace:
@@ -38,15 +37,14 @@ class InPlace:
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
         """What a call is given, to find out with `changed` what it did to it."""
-        derived = self._numbers.derived
         return [
-            (tensor, state_of(tensor, derived), () if tensor._base is None else self.behind(tensor))  # mostly none
+            (tensor, version_of(tensor), () if tensor._base is None else self.behind(tensor))  # mostly none
             for tensor in tensors
         ]
 
     def changed(self, noted: Sequence[Noted], name: str) -> list[Noted]:
         """Which of them the call of ``name`` has changed."""
-        changed = [each for each in noted if has_changed(each[0], each[1])]
+        changed = [each for each in noted if version_of(each[0]) != each[1]]
         if changed:
             self.check_not_lent([tensor for tensor, *_ in changed], name)
         return changed
@@ -122,12 +120,7 @@ class InPlace:
             raise CutError(
                 f"'{name}' changes a tensor {tuple(known[0].shape)} {known[0].dtype} in place before this stage's "
                 "layers, with values of an earlier stage, and another tensor shares its memory.",
-                hint="Change the tensor itself, before there are views of it, or use the out-of-place form."
-                + (
-                    " Trainer(inference_mode=False) lets views be followed."
-                    if torch.is_inference_mode_enabled()
-                    else ""
-                ),
+                hint="Change the tensor itself, before there are views of it, or use the out-of-place form.",
             )
 
     def check_not_read(self, changed: Tensor, name: str) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.tensor_state import counted
 
 
 class Incoming:
@@ -37,7 +36,7 @@ class Incoming:
             self.anchor = torch.zeros((), requires_grad=True)
             entered = iter(_Enter.apply(self.anchor, self, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
         self.tensors = [
-            next(entered) if needed else counted(tensor) for tensor, needed in zip(tensors, requires_grad, strict=True)
+            next(entered) if needed else tensor.detach() for tensor, needed in zip(tensors, requires_grad, strict=True)
         ]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Passed, Seen
+from lightning_pipe.intercept.call_record import PLAIN, CallRecord
+from lightning_pipe.intercept.describe import described_leaves
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tracker import Tracker
-from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import is_compiled, tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
@@ -117,23 +117,18 @@ def _acting(tracker: Tracker, surroundings: Surroundings) -> Iterator[None]:
 def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, arguments: Sequence[Any]) -> CallRecord:
     leaves, structure = tree_flatten(given)
     position_of = {id(argument): position for position, argument in enumerate(arguments)}
-    described: list[Any] = []
-    numbered: list[Tensor] = []
-    for leaf in leaves:
-        known = tracker.numbers.of(leaf) if isinstance(leaf, Tensor) else None
-        if leaf is None or isinstance(leaf, PLAIN):
-            described.append(leaf)
-        elif id(leaf) in position_of:
-            described.append(Passed(position_of[id(leaf)]))
-        elif not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-            described.append(Unseen(type(leaf).__qualname__))
-        else:
-            number = tracker.numbers.give(leaf)
-            tracker.numbers.shown.add(number)
-            described.append(TensorSpec.of(leaf) if known is None else Seen(number, TensorSpec.of(leaf)))
-            numbered.append(leaf)
-    numbers, differentiable = tracker.numbers.give_all(numbered)
-    return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, tuple(described), hook=hook)
+    leaves = [leaf if id(leaf) in position_of or _is_seen(leaf) else Unseen(type(leaf).__qualname__) for leaf in leaves]
+    known = [tracker.numbers.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    tracker.numbers.shown.update(number for number in known if number is not None)
+    described, new = described_leaves(tracker, name, leaves, position_of, plain=Unseen)
+    numbers, differentiable = tracker.numbers.give_all(new)
+    tracker.numbers.shown.update(numbers)
+    return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, described, hook=hook)
+
+
+def _is_seen(leaf: Any) -> bool:
+    """Whether a hook on another stage can be given a leaf, or what stands for it."""
+    return leaf is None or (isinstance(leaf, (*PLAIN, Tensor)) and not isinstance(leaf, nn.Parameter))
 
 
 def act(
@@ -142,7 +137,7 @@ def act(
     module: nn.Module,
     args: Any,
     kwargs: Any,
-    stand_for: Callable[[Any], Tensor],
+    stand_for: Callable[[CallRecord, Sequence[Any]], tuple[list[Any], list[Tensor]]],
 ) -> None:
     """Let the hooks act that did so when an earlier stage ran a layer.
 
@@ -152,7 +147,7 @@ def act(
         module: the layer or outside module.
         args: what it is given here.
         kwargs: by name.
-        stand_for: makes, or finds, what stands for a tensor with a description.
+        stand_for: gives what stands for the leaves of a call that is given such arguments, and the tensors among it.
     """
     # Each hook that acted has a call of its own in front of the layer's, in the order in which they acted.
     while (call := tracker.following()) is not None and call.hook is not None:
@@ -166,14 +161,7 @@ def act(
                 f"'{call.name}' has {len(hooks)} forward hooks on this stage, and more on the stage that runs it.",
                 hint="Register the same hooks on all ranks.",
             )
-        leaves: list[Any] = []
-        tensors: list[Tensor] = []
-        for leaf in call.leaves:
-            if isinstance(leaf, (TensorSpec, Seen)):
-                tensors.append(stand_for(leaf))
-                leaves.append(tensors[-1])
-            else:
-                leaves.append(arguments[leaf.argument] if isinstance(leaf, Passed) else leaf)
+        leaves, tensors = stand_for(call, arguments)
         tracker.follow(tensors, call)
         with _acting(tracker, surroundings):
             hooks[number](part, *tree_unflatten(leaves, call.structure))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import update_wrapper
@@ -11,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from lightning_pipe.intercept.distributions import show_distributions
-from lightning_pipe.intercept.generation_caches import Caches
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.layer_tensors import check_unchanged
@@ -62,7 +62,9 @@ class Interceptor:
         show_distributions()
         self.module = module
         self.layers = [layer for _, layer in layers]
-        self._caches = Caches(module, tells=tells)
+        configurations = (vars(part).get("config") for part in module.modules())
+        self._configurations = [*{id(each): each for each in configurations if hasattr(each, "__dict__")}.values()]
+        self._tells = tells
         self._outside = list(outside_modules(module, self.layers))
         roots = [*layers, *self._outside]
         self.state = LayerState(module, roots, *places, one_pipe=one_pipe)
@@ -101,9 +103,20 @@ class Interceptor:
         Args:
             caches: whether model caches are of use.
         """
-        off = () if caches else self._caches.off()
+        off = () if caches else self.caches_off()
         with self.torch_patched(), all_replaced(chain(self._places(), off)):
             yield
+
+    def caches_off(self) -> Iterator[tuple[Any, str, bool]]:
+        """What is replaced where model caches are of no use, and out of the sight of other stages: in one run each.
+
+        Those of Hugging Face's models are on by default: ``use_cache`` of their configurations.
+        """
+        switched: list[Any] = [each for each in self._configurations if vars(each).get("use_cache") is True]
+        if switched and self._tells:
+            self._tells = False
+            warnings.warn("Model caches (use_cache) are switched off while steps run in a pipeline.", stacklevel=2)
+        yield from ((configuration, "use_cache", False) for configuration in switched)
 
     def torch_patched(self) -> AbstractContextManager[None]:
         """Around many batches: what in torch follows the runs of this thread is put in place once for all of them."""

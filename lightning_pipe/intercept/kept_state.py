@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -10,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.objects import is_opaque
-from lightning_pipe.intercept.slot_items import attributes_of
+from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.intercept.tensor_state import same_values
-from lightning_pipe.intercept.user_classes import is_users
+from lightning_pipe.intercept.user_objects import inside, is_object
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -22,6 +22,26 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, np.ndarray)
 
 Place = tuple[str, str]
 """The path from a module to a part of it, and the name of an attribute or buffer there."""
+Key = tuple[nn.Module, str]
+"""A module, and the name of an attribute or buffer of it."""
+MISSING = object()
+
+
+def now(part: nn.Module, attribute: str) -> Any:
+    """What an attribute or buffer of a module is; `MISSING` if there is none."""
+    return _holder(part, attribute).get(attribute, MISSING)
+
+
+def put(part: nn.Module, attribute: str, value: Any) -> None:
+    """Let an attribute or buffer of a module be this, past its ``__setattr__``; `MISSING` takes it away."""
+    if value is MISSING:
+        _holder(part, attribute).pop(attribute, None)
+    else:
+        _holder(part, attribute)[attribute] = value
+
+
+def _holder(part: nn.Module, attribute: str) -> dict[str, Any]:
+    return part._buffers if attribute in part._buffers else vars(part)
 
 
 def written(*path: str) -> str:
@@ -29,25 +49,29 @@ def written(*path: str) -> str:
     return ".".join(filter(None, ("self", *path)))
 
 
-def has_content(value: Any) -> bool:
-    """Whether a value is an object with attributes, or slots, of a class of the user's."""
-    kind: Any = type(value)
-    return not callable(value) and kind.__module__ != "builtins" and is_users(kind)
+def in_several_pipes(changed: str, who: str = "the step") -> CutError:
+    """With several pipes, the step or a layer changes an attribute.
+
+    Args:
+        changed: the attribute as code writes it.
+        who: changes it.
+    """
+    return CutError(
+        f"{who} changes `{changed}`, and this schedule has several pipes: none of them runs all micro-batches, so none "
+        "has the value that one device has.",
+        hint="Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one "
+        "pipe, such as schedule='1f1b'. What is logged is joined.",
+    )
 
 
 def is_data(name: str) -> bool:
     """Whether an attribute of this name is neither a part of how a module is built nor one of its buffers."""
-    return is_compared(name) and name not in ("forward", "_apply", "_buffers")
+    return is_compared(name) and name not in ("forward", "_buffers")
 
 
 def is_state(value: Any) -> bool:
     """Whether a value is a number, a list, an object of the user's: something that a module may keep of its calls."""
-    if isinstance(value, _PLAIN):
-        return True
-    if isinstance(value, Tensor | nn.Module | type) or callable(value):
-        return False
-    kind: Any = type(value)
-    return isinstance(value, _CONTAINERS) or (is_users(kind) and (is_opaque(value) or hasattr(kind, "__slots__")))
+    return isinstance(value, (*_PLAIN, *_CONTAINERS)) or is_object(value)
 
 
 def is_own(module: nn.Module) -> bool:
@@ -56,17 +80,12 @@ def is_own(module: nn.Module) -> bool:
     Batch norms that defer their statistics keep some of every call, and cost a fifth more of a batch when looked into.
     """
     kind: Any = type(module)
-    return str(kind.__module__).partition(".")[0] not in ("torch", "lightning_pipe") and not is_metric(module)
-
-
-def is_metric(module: nn.Module) -> bool:
-    """Whether a module is a metric of torchmetrics."""
-    kind: Any = type(module)
-    return _is_metric(kind)
+    return str(kind.__module__).partition(".")[0] not in ("torch", "lightning_pipe") and not is_metric(kind)
 
 
 @cache
-def _is_metric(kind: type) -> bool:
+def is_metric(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class are metrics of torchmetrics."""
     return any(str(base.__module__).partition(".")[0] == "torchmetrics" for base in kind.__mro__)
 
 
@@ -81,11 +100,10 @@ def _equal(one: Any, other: Any, seen: set[int]) -> bool:
     if isinstance(one, (Tensor, np.ndarray)):
         with DisableTorchFunction(), torch.no_grad():
             return one.shape == other.shape and same_values(one.cpu() if isinstance(one, Tensor) else one, other)
-    if has_content(one):
-        one, other = dict(attributes_of(one)), dict(attributes_of(other))
-    if not isinstance(one, (list, tuple, deque, dict)):
+    held, others = inside(one), inside(other)
+    if held is None or isinstance(held, set | frozenset):
         return bool(one == other or (one != one and other != other))
     seen.add(id(one))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key], seen) for key, value in one.items())
-    return len(one) == len(other) and all(_equal(item, twin, seen) for item, twin in zip(one, other, strict=True))
+    if isinstance(held, Mapping):
+        return held.keys() == others.keys() and all(_equal(value, others[key], seen) for key, value in held.items())
+    return len(held) == len(others) and all(_equal(item, twin, seen) for item, twin in zip(held, others, strict=True))

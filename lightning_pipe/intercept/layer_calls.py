@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import RecordCache
-from lightning_pipe.intercept.effects import LOOKS, AttributeSearch, Watch
+from lightning_pipe.intercept.effects import Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
-from lightning_pipe.intercept.kept_state import Place, written
-from lightning_pipe.intercept.layer_state import LayerState, in_several_pipes
+from lightning_pipe.intercept.kept_state import Place, in_several_pipes, written
+from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.recompute import found_changed, release_saved, runs_again
+from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
-from lightning_pipe.intercept.tensor_state import same_values
+from lightning_pipe.intercept.tensor_state import counting, same_values
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.local_parts import local
@@ -45,7 +45,7 @@ class RunCache:
     Attributes:
         module: as given.
         state: as given.
-        attributes: tells which modules keep tensors as attributes.
+        keeping: the layers and outside modules that have been seen to keep tensors as attributes.
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
         elsewhere: by layer or outside module, what its calls change outside of it, such as globals.
@@ -53,17 +53,8 @@ class RunCache:
 
     def __init__(self, module: nn.Module, state: LayerState) -> None:
         self.module, self.state = module, state
-        self.attributes, self.records, self.hooked = AttributeSearch(), RecordCache(), HookedParts()
-        self._foreign: dict[str, tuple[int, dict[str, nn.Module]]] = {}
+        self.keeping, self.records, self.hooked = set[str](), RecordCache(), HookedParts()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
-
-    def foreign(self, name: str, module: nn.Module) -> dict[str, nn.Module]:
-        """The modules that a layer or outside module reaches and that are no parts of it, by their names."""
-        looks, found = self._foreign.get(name, (0, {}))
-        if looks < LOOKS:
-            found = foreign_modules(self.module, module)
-            self._foreign[name] = looks + 1, found
-        return found
 
     def referred(self, name: str, module: nn.Module) -> Iterable[tuple[Label, Any]]:
         """What the code of a layer or outside module names besides tensors."""
@@ -102,7 +93,7 @@ class LayerCalls:
         self.tracker, self.routed = tracker, dict[int, int]()
         self.ran: list[nn.Module] = []
         self._stage, self._others, self._objects = stage, not stage.all, objects
-        self._again = runs_again()
+        self._again = cache.state.run_again
         # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
         self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
         # the module that runs where other stages must know what it leaves behind, and what looks at it
@@ -112,6 +103,8 @@ class LayerCalls:
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
+        if torch.is_inference_mode_enabled():
+            return counting()(self.run)(name, key, module, forward, args, kwargs)
         tracker, cache = self.tracker, self.cache
         given = [*args, *kwargs.values()]
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
@@ -126,8 +119,9 @@ class LayerCalls:
                 if name in self._kept:
                     tracker.touch(self._moved(name, arguments), name)
                 tracker.digest.call(name, arguments, module)
-                thorough = tracker.digest.thorough and not tracker.digest.idle
-                referred = tracker.digest.referred(cache.referred(name, module)) if thorough else None
+                thorough = tracker.digest.thorough
+                counts = thorough and not tracker.digest.idle
+                referred = tracker.digest.referred(cache.referred(name, module)) if counts else None
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
@@ -135,10 +129,9 @@ class LayerCalls:
                     self._running = name, module
                     if self._others and not plain:
                         self._watch = Watch(name, module, given, arguments, objects=self._objects)
-                    searched = self._again and tracker.digest.thorough
-                    if searched or referred is not None or (self._others and cache.attributes.seeks(name, module)):
+                    if thorough or (self._others and name in cache.keeping):
                         self._seek()
-                    sizes = _sizes(module) if searched else []
+                    values = _copies(module) if thorough and self._again else []
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -148,7 +141,7 @@ class LayerCalls:
                     result = forward(*args, **kwargs)
                 watch = self._watch
                 if self._again:
-                    _check_unchanged(name, module, sizes, watch)
+                    self._check_unchanged(name, module, values, watch)
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
@@ -168,7 +161,7 @@ class LayerCalls:
     ) -> CallRecord:
         """The record of a call with what the calls of its module change; the rest of what its code names counts."""
         if watch is not None and watch.seeks:
-            self.cache.attributes.note(name, module, any(effect.attribute for effect in call.effects))
+            self.cache.keeping.update(name for effect in call.effects if effect.attribute)
             self._note_kept(name, module, watch)
         elsewhere = self.cache.elsewhere[name]
         if referred is not None:
@@ -187,7 +180,7 @@ class LayerCalls:
     def setting(self, run: StageRun | TurnRun, part: nn.Module, name: str, value: Any) -> None:
         """The step's own code, or the layer or module that runs now, is about to set an attribute of a module.
 
-        A module that has set nothing in its first calls is not searched any more: it is now, while all is as it was.
+        A module that has set nothing in thorough runs is not searched in others: it is now, while all is as it was.
 
         Raises:
             CutError: the module that runs sets it in another one than its own parts; or see `LayerState.setting`.
@@ -205,8 +198,7 @@ class LayerCalls:
             if not self._may_change(part):
                 raise changed_elsewhere(running, state.written(part, name))
             return
-        if self._again:
-            state.set_inside(part, name, value)
+        state.note_former(part, name)
         if not (state.one_pipe and state.is_kept(part, name)):
             self._seek()
 
@@ -233,6 +225,20 @@ class LayerCalls:
             if not self._may_change(watch.foreign[other]):
                 raise changed_elsewhere(name, written(other, attribute))
 
+    def _check_unchanged(self, name: str, module: nn.Module, values: Sequence[Tensor], watch: Watch | None) -> None:
+        """Refuse what a layer whose forward pass runs again has changed unseen: the second run would find it.
+
+        Of its parameters their former ``values`` tell, if there are any, and ``watch`` of what it has kept.
+        """
+        if not all(map(same_values, map(local, module.parameters()), values)):
+            raise found_changed(f"a parameter of '{name}'")
+        state = self.cache.state
+        for (path, attribute), in_place in () if watch is None else watch.altered():
+            part = module.get_submodule(path)
+            unseen = not state.has_noted(part, attribute)
+            if in_place or (unseen and state.counts(part, attribute, vars(part).get(attribute))):
+                raise found_changed(f"`{written(name, path, attribute)}`")
+
     def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:
         """What a layer keeps in objects that it is given, and code between layers has made anew on another rank.
 
@@ -247,7 +253,8 @@ class LayerCalls:
         if self._running is None or (self._watch is not None and self._watch.seeks):
             return
         watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self._objects)
-        watch.seek(self.cache.foreign(*self._running))
+        thorough = self.tracker.digest.thorough
+        watch.seek(foreign_modules(self.cache.module, self._running[1]) if thorough else {})
         numbers = (self.tracker.numbers.of(tensor) for _, tensor in watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
 
@@ -280,18 +287,6 @@ def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:
     return value.requires_grad or not torch.is_grad_enabled() or same_values(former, value)
 
 
-def _check_unchanged(name: str, module: nn.Module, sizes: Sequence[Tensor], watch: Watch | None) -> None:
-    """Refuse what a layer whose forward pass runs again has changed in place: the second run would find it.
-
-    Of its parameters their former ``sizes`` tell, if there are any, and ``watch`` of what it has kept.
-    """
-    if sizes and not all(map(same_values, _sizes(module), sizes)):
-        raise found_changed(f"a parameter of '{name}'")
-    for path, attribute in () if watch is None else watch.altered():
-        raise found_changed(f"`{written(name, path, attribute)}`")
-
-
-@torch.no_grad()
-def _sizes(module: nn.Module) -> list[Tensor]:
-    """The norms of a layer's parameters: nobody counts changes of their ``.data``."""
-    return [torch.linalg.vector_norm(local(each)) for each in module.parameters() if each.is_floating_point()]
+def _copies(module: nn.Module) -> list[Tensor]:
+    """The values of a layer's parameters: nobody counts changes of their ``.data``."""
+    return [local(each).detach().clone() for each in module.parameters()]

@@ -29,9 +29,20 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
 from lightning_pipe.intercept.contents import Change
-from lightning_pipe.intercept.kept_state import Place, alike, is_metric, written
+from lightning_pipe.intercept.kept_state import (
+    MISSING,
+    Key,
+    Place,
+    alike,
+    in_several_pipes,
+    is_metric,
+    now,
+    put,
+    written,
+)
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
 from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
 from lightning_pipe.intercept.snapshot import Snapshot, is_compared
 
@@ -39,11 +50,11 @@ if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
     from lightning_pipe.intercept.turns.run import TurnRun
 
-_MISSING = object()
 _kept: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 """What the calls of modules have changed in them: a second Trainer finds what the first one has left."""
 
-Key = tuple[nn.Module, str]
+FirstRun = tuple[dict[Key, Any], list[Any]]
+"""A run that is to run again: what was there before it, and runs until the next such one, have set it; the next one."""
 
 
 class LayerState:
@@ -61,7 +72,6 @@ class LayerState:
         one_pipe: as given.
         around: the modules by name whose attributes runs that are not the last stage's leave as they were.
         set_by_run: what the last run's step has set, with what was there before.
-        set_by_layers: what layers have set in the last run, if it is to run again.
     """
 
     def __init__(
@@ -73,7 +83,7 @@ class LayerState:
         *,
         one_pipe: bool = True,
     ) -> None:
-        self._modules = {name: part for name, part in module.named_modules() if not is_metric(part)}
+        self._modules = {name: part for name, part in module.named_modules() if not is_metric(type(part))}  # type: ignore[arg-type]
         # by id: a module that the step makes may not be able to tell its hash yet, as torchmetrics' are
         self._names = {id(part): name for name, part in self._modules.items()}
         self._root_of = {part: name for name, root in roots for part in root.modules()}
@@ -82,8 +92,7 @@ class LayerState:
         # by part, the stage of this rank that runs it
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
-        self.set_by_layers: dict[Key, Any] = {}
-        self._setting = False
+        self._first: FirstRun | None = None  # the last one of the batch
         # what was there before complete runs: in the batch under way, and in those that others may not know of yet
         self._left: dict[Key, Any] = {}
         self._late: dict[Key, Any] = {}
@@ -133,9 +142,9 @@ class LayerState:
                 self._hide(part, place[1])
 
     def _hide(self, part: nn.Module, attribute: str) -> None:
-        value = _holder(part, attribute).get(attribute)
+        value = now(part, attribute)
         if part not in self._run_here and not isinstance(value, AbsentValue | AbsentTensor):
-            _put(part, attribute, self._absent(part, attribute, value))
+            put(part, attribute, self._absent(part, attribute, value))
 
     def _absent(self, part: nn.Module, attribute: str, value: Any) -> Any:
         if attribute in part._buffers:
@@ -145,14 +154,10 @@ class LayerState:
         place = f"the rank that runs '{root}'" if stage is None else self._ranks[stage]
         return AbsentValue(self.written(part, attribute), place)
 
-    def stage_of(self, part: nn.Module) -> int | None:
-        """The stage that runs the layer that a module is part of; ``None``: it is part of none."""
-        return self.stages.get(self._root_of.get(part, ""))
-
     def same_stage(self, name: str, part: nn.Module) -> bool:
         """Whether one stage runs a layer and another module."""
         stage = self.stages.get(name)
-        return stage is not None and stage == self.stage_of(part)
+        return stage is not None and stage == self.stages.get(self._root_of.get(part, ""))
 
     def is_computing(self, part: nn.Module) -> bool:
         """Whether a module is a part of a layer or outside module."""
@@ -166,11 +171,45 @@ class LayerState:
         """The attributes of some parts as they are now, without buffers."""
         return Snapshot({str(id(part)): part for part in parts}, buffers=False)
 
-    def set_inside(self, part: nn.Module, attribute: str, value: Any) -> None:
-        """A layer of a run that is to run again is about to set an attribute."""
-        key, former = (part, attribute), _holder(part, attribute).get(attribute, _MISSING)
-        if former is not value:
-            self.set_by_layers.setdefault(key, self.set_by_run.get(key, former))
+    # ------------------------------------------------------------------ second runs
+
+    @property
+    def run_again(self) -> bool:
+        """Whether a run is to find later what the one that goes on now finds, or what was before it."""
+        return self._first is not None and not is_recomputing()
+
+    def begin_first(self) -> FirstRun:
+        """A run begins that is to run again."""
+        before, self._first = self._first, ({}, [])
+        if before is not None:
+            before[1].append(self._first)
+        return self._first
+
+    def note_former(self, part: nn.Module, attribute: str) -> None:
+        """The step or a layer is about to set an attribute; what is hidden from this run it does not change."""
+        former = now(part, attribute)
+        if self._first and not (is_recomputing() or isinstance(former, AbsentValue | AbsentTensor)):
+            self._first[0].setdefault((part, attribute), former)
+
+    def has_noted(self, part: nn.Module, attribute: str) -> bool:
+        """Whether second runs will find the former value of an attribute."""
+        return self._first is not None and (part, attribute) in self._first[0]
+
+    @contextmanager
+    def restored(self, first: FirstRun) -> Iterator[None]:
+        """Around a second run: what has been set since the first one has the value that this has found."""
+        formers, runs = dict[Key, Any](), [first]
+        for values, later in runs:
+            formers = values | formers
+            runs += later
+        before = {key: now(*key) for key in formers}
+        for key, value in formers.items():
+            put(*key, value)
+        try:
+            yield
+        finally:
+            for key, value in before.items():
+                put(*key, value)
 
     # ------------------------------------------------------------------ what the step sets
 
@@ -185,9 +224,9 @@ class LayerState:
         Raises:
             CutError: the stage that keeps it does not run this code, or alone has what it is set by.
         """
-        if not self._setting or not (attribute == "training" or part in self._root_of):
+        if not (attribute == "training" or part in self._root_of):
             return
-        key, former = (part, attribute), _holder(part, attribute).get(attribute, _MISSING)
+        key, former = (part, attribute), now(part, attribute)
         if self.is_kept(*key) and run.is_behind(self._root_of[part]):
             raise CutError(
                 f"the step changes `{self.written(*key)}` behind the layers of its stage, which keeps it and does not "
@@ -200,6 +239,7 @@ class LayerState:
                 hint=IN_A_HOOK,
             )
         self.set_by_run.setdefault(key, former)
+        self.note_former(*key)
         run.tracker.digest.count(self.written(*key), value)
 
     def check_called(self, name: str, root: nn.Module) -> None:
@@ -212,7 +252,7 @@ class LayerState:
         for (part, attribute), former in (*self._left.items(), *self._late.items()):
             if part not in parts or (part, attribute) in self.set_by_run or self.is_kept(part, attribute):
                 continue
-            if not alike(_holder(part, attribute).get(attribute, _MISSING), former):
+            if not alike(now(part, attribute), former):
                 raise CutError(
                     f"the step changes `{self.written(part, attribute)}` behind '{name}', whose stage has begun with "
                     "other micro-batches by then: they would see an old value.",
@@ -234,19 +274,18 @@ class LayerState:
         thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
         held = held_by(self.around, self._modules, self._root_of) if thorough else None
         hidden = [*self._hide_others(run)]
-        self.set_by_run, self.set_by_layers, self._setting = {}, {}, True
+        self.set_by_run = {}
         complete = False
         try:
             yield
             complete = run.complete
         finally:
-            self._setting = False
             if complete and counts:
                 self._leave()
             else:
                 self._put_back(run)
             for part, attribute, value in hidden:
-                _put(part, attribute, value)
+                put(part, attribute, value)
         for key in () if self.one_pipe or alone or not (complete and counts) else self._changed(self.set_by_run):
             raise in_several_pipes(self.written(*key))
         if complete and held is not None:
@@ -262,7 +301,7 @@ class LayerState:
     def _put_back(self, run: StageRun | TurnRun) -> None:
         for (part, attribute), former in self.set_by_run.items():
             if not (self.is_kept(part, attribute) and run.layer_calls.has_run(part)):
-                _put(part, attribute, former)
+                put(part, attribute, former)
 
     def _hide_others(self, run: StageRun | TurnRun) -> Iterator[tuple[nn.Module, str, Any]]:
         """What the other stages of this rank keep: they may be ahead, or behind."""
@@ -270,34 +309,22 @@ class LayerState:
         several = stage is not None and self._known and any(other != stage for other in self._run_here.values())
         for part, attribute in [*self._known] if several else ():
             if self._run_here.get(part, stage) != stage:
-                held = _holder(part, attribute)
-                value = held.get(attribute, _MISSING)
+                value = now(part, attribute)
                 yield part, attribute, value
-                held[attribute] = self._absent(part, attribute, value)
-
-    @contextmanager
-    def restored(self, formers: Mapping[Key, Any]) -> Iterator[None]:
-        """Around a second run: what the step and layers set is what the first one has found."""
-        now = {key: _holder(*key).get(key[1], _MISSING) for key in formers}
-        for key, value in formers.items():
-            _put(*key, value)
-        try:
-            yield
-        finally:
-            for key, value in now.items():
-                _put(*key, value)
+                put(part, attribute, self._absent(part, attribute, value))
 
     # ------------------------------------------------------------------ batches
 
     def begin_batch(self) -> None:
         """No other batch is under way: all ranks have the same."""
         self._late.clear()
+        self._first = None
 
     def take(self) -> list[Change]:
         """What complete runs have changed since this was asked, and what calls have been seen to keep."""
         left, self._left = self._left, {}
         learnt, self._learnt = self._learnt, {}
-        changed = {key: _holder(*key).get(key[1]) for key in self._changed(left)}
+        changed = {key: None if (value := now(*key)) is MISSING else value for key in self._changed(left)}
         for key in changed:
             self._late.setdefault(key, left[key])
         for key in learnt:
@@ -310,7 +337,7 @@ class LayerState:
 
     def _changed(self, formers: Mapping[Key, Any]) -> Iterator[Key]:
         for (part, attribute), former in formers.items():
-            if not (self.is_kept(part, attribute) or alike(_holder(part, attribute).get(attribute, _MISSING), former)):
+            if not (self.is_kept(part, attribute) or alike(now(part, attribute), former)):
                 yield part, attribute
 
     def concerns(self, change: Change) -> bool:
@@ -327,7 +354,7 @@ class LayerState:
                 _kept.setdefault(part, {})[attribute] = None
                 self._hide(part, attribute)
             else:
-                _put(part, attribute, change.value)
+                put(part, attribute, change.value)
 
     def share(self, gather: Callable[[Any], list[Any]]) -> None:
         """Have what layers keep on other ranks: the module is to be whole here. Collective.
@@ -337,10 +364,10 @@ class LayerState:
         """
         own = dict[Any, bytes]()
         for part, attribute in self._known:
-            value = vars(part).get(attribute, _MISSING)
+            value = vars(part).get(attribute, MISSING)
             if (
                 part not in self._run_here
-                or value is _MISSING
+                or value is MISSING
                 or any(isinstance(each, nn.Module) for each in leads_to(value))
             ):
                 continue
@@ -357,29 +384,3 @@ class LayerState:
         """What the step or calls have changed so far, as code writes it."""
         keys = (*self.set_by_run, *self._left, *self._late, *self._known)
         yield from dict.fromkeys(self.written(*key) for key in keys if key[1] != "training")
-
-
-def in_several_pipes(changed: str, who: str = "the step") -> CutError:
-    """With several pipes, the step or a layer changes an attribute.
-
-    Args:
-        changed: the attribute as code writes it.
-        who: changes it.
-    """
-    return CutError(
-        f"{who} changes `{changed}`, and this schedule has several pipes: none of them runs all micro-batches, so none "
-        "has the value that one device has.",
-        hint="Change it in on_train_batch_start or on_train_batch_end, once for a batch; or use a schedule with one "
-        "pipe, such as schedule='1f1b'. What is logged is joined.",
-    )
-
-
-def _holder(part: nn.Module, attribute: str) -> dict[str, Any]:
-    return part._buffers if attribute in part._buffers else vars(part)
-
-
-def _put(part: nn.Module, attribute: str, value: Any) -> None:
-    if value is _MISSING:
-        _holder(part, attribute).pop(attribute, None)
-    else:
-        _holder(part, attribute)[attribute] = value

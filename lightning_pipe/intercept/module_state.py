@@ -162,7 +162,7 @@ def _fits(now: Any, value: Tensor) -> bool:
         isinstance(now, Tensor)
         and (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
         and not now.requires_grad
-        and (not now.is_inference() or torch.is_inference_mode_enabled())
+        and not now.is_inference()
     )
 
 

@@ -24,6 +24,7 @@ class Numbers:
     """The numbers of the tensors that derive from layers or parameters, in one run of the step on one stage.
 
     Attributes:
+        token: marks on tensors count with it alone: they may outlive a run, and others mark them anew.
         unfilled: by number why a tensor does not have the value that it has on an earlier stage.
         shown: those of the tensors that hooks inside layers, and objects, have been given.
         following: the number that the next new tensor gets.
@@ -32,19 +33,18 @@ class Numbers:
     def __init__(self) -> None:
         self.unfilled: dict[int, str] = {}
         self.shown: set[int] = set()
-        # Tensors may outlive a run, as attributes, and other runs number them anew: a mark counts with its token alone.
-        self._token = next(_tokens)
+        self.token = next(_tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.following = 0
 
     def of(self, tensor: Tensor) -> int | None:
         """The number that ``tensor`` carries, if any."""
         mark = getattr(tensor, "_pipe_number", None)
-        return mark[1] if mark is not None and mark[0] == self._token else None
+        return mark[1] if mark is not None and mark[0] == self.token else None
 
     def bind(self, tensor: Tensor, number: int) -> None:
         """Let ``tensor`` carry ``number``."""
-        tensor._pipe_number = (self._token, number)  # type: ignore[attr-defined]
+        tensor._pipe_number = (self.token, number)  # type: ignore[attr-defined]
         self._alive[number] = weakref.ref(tensor)
         if number >= self.following:
             self.following = number + 1

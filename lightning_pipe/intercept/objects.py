@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.slot_items import attributes_of
 from lightning_pipe.intercept.tensor_state import version_of
+from lightning_pipe.intercept.user_objects import attributes_of
+from lightning_pipe.torch_internals import tree_flatten
 
-_DEPTH = 6
 _PLAIN = (bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, dict)
 _NO_OBJECTS = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
@@ -142,33 +142,15 @@ def is_opaque(leaf: Any) -> bool:
     return (hasattr(leaf, "__dict__") or is_dataclass(leaf)) and not isinstance(leaf, _NO_OBJECTS)
 
 
-Content = list[tuple[Any, int | None]]
-"""Names and values of attributes, with the versions of tensors. The values are held, so that no id comes again."""
+Content = tuple[Any, list[tuple[Any, int | None]]]
+"""The structure of an object, and its leaves with the versions of tensors. They are held, so that no id comes again."""
 
 
 def _content(value: Any) -> Content:
-    """The object's own attributes and containers, not those of objects in it."""
-    found: Content = []
-    if isinstance(value, _CONTAINERS):
-        _collect(value, found, _DEPTH)
-    for name, attribute in attributes_of(value).items():
-        found.append((name, None))
-        _collect(attribute, found, _DEPTH)
-    return found
-
-
-def _collect(value: Any, found: Content, depth: int) -> None:
-    if depth and isinstance(value, (list, tuple)):
-        found.append((len(value), None))
-        for item in value:
-            _collect(item, found, depth - 1)
-    elif depth and isinstance(value, dict):
-        for key, item in value.items():
-            found.append((key, None))
-            _collect(item, found, depth - 1)
-    else:
-        # What an object holds in turn is compared where the object is: `_objects` lists all of them.
-        found.append((value, version_of(value)))
+    """The object's own attributes and containers; what objects in it hold is compared where they are listed."""
+    items = dict(value) if isinstance(value, dict) else [*value] if isinstance(value, _CONTAINERS) else None
+    leaves, structure = tree_flatten((items, dict(attributes_of(value))))
+    return structure, [(leaf, version_of(leaf)) for leaf in leaves]
 
 
 def _unseen(name: str, changed: Any, hint: str) -> ChangedObjectError:
@@ -177,9 +159,9 @@ def _unseen(name: str, changed: Any, hint: str) -> ChangedObjectError:
 
 
 def _same(one: Content, other: Content) -> bool:
-    return len(one) == len(other) and all(
+    return one[0] == other[0] and all(
         version == now and (a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b))
-        for (a, version), (b, now) in zip(one, other, strict=True)
+        for (a, version), (b, now) in zip(one[1], other[1], strict=True)
     )
 
 

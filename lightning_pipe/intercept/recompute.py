@@ -2,8 +2,8 @@
 
 The second run is the user's own step once more, from the same inputs. Random streams derive from the micro-batch and
 the layer, so masks are the same. It finds what the first run has found: the attributes of the LightningModule, those
-that were set in layers, and the statistics of batch norms. Of all else nobody keeps the former value: a layer must not
-change it in place.
+that have been set in layers since, and the statistics of batch norms. Of all else nobody keeps the former value: a
+layer must not change it in place.
 Source: GPipe, arXiv:1811.06965v5, section 2.3.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.intercept.tensor_state import has_changed, same_values, state_of
+from lightning_pipe.intercept.tensor_state import same_values, version_of
 from lightning_pipe.torch_internals import NormBase
 
 
@@ -84,11 +84,6 @@ def nothing_saved() -> Iterator[None]:
         _local.held = None
 
 
-def runs_again() -> bool:
-    """Whether what runs now runs again before its backward pass."""
-    return _local.held is not None
-
-
 def found_changed(what: str) -> CutError:
     """A layer changes what a second run would find changed.
 
@@ -96,10 +91,10 @@ def found_changed(what: str) -> CutError:
         what: the attribute or buffer as a message names it.
     """
     return CutError(
-        f"{what} is changed in place in a forward pass, and recompute runs forward passes twice: the second one would "
-        "not find what the first one has found.",
-        hint="Set another value in its place: `self.items = [*self.items, x]`, `self.steps = self.steps + 1`; or use "
-        "recompute='never'.",
+        f"{what} is changed in place in a forward pass that runs twice, for recompute or to look at the losses of the "
+        "first batches: the second run would not find what the first one has found.",
+        hint="Set another value in its place: `self.items = [*self.items, x]`, `self.steps = self.steps + 1`. "
+        "recompute='never' lets a layer change its own in place.",
     )
 
 
@@ -170,13 +165,13 @@ class BufferGuard:
             CutError: one of the others has changed.
         """
         before = [
-            (index, buffer, state_of(buffer))
+            (index, buffer, version_of(buffer))
             for index, buffer in enumerate(self._now())
             if not (buffer is None or index in free or isinstance(buffer, AbsentTensor))
         ]
         yield
-        for index, buffer, state in before:
-            if has_changed(buffer, state) or (index in values and not same_values(buffer, values[index])):
+        for index, buffer, version in before:
+            if version_of(buffer) != version or (index in values and not same_values(buffer, values[index])):
                 module, name = self._places[index]
                 raise found_changed(f"buffer '{name}' of a {type(module).__name__}")
 

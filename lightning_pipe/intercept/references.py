@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -26,11 +25,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.kept_state import is_data, is_own, is_state
-from lightning_pipe.intercept.slot_items import attributes_of
-from lightning_pipe.intercept.user_classes import is_users
+from lightning_pipe.intercept.user_objects import LARGE, inside, is_users, values_in
 
-_LARGE = 4096
-"""Containers of more elements are not searched, and not compared."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, type, types.ModuleType, np.ndarray)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 Label = tuple[str, str]
@@ -119,17 +115,18 @@ class References:
         if is_own(part):
             for name, value in vars(part).items():
                 if name in self._names and is_data(name):
-                    yield name, len(value) if _is_large(value) else value
+                    held = inside(value)
+                    yield name, value if held is None or len(held) <= LARGE else len(held)
 
 
 def _is_compared(value: Any) -> bool:
     """Whether a value says the same on all stages, unless it changes: parameters each has for its own layers."""
-    return is_state(value) and not any(isinstance(each, nn.Parameter) for each in inside(value))
+    return is_state(value) and not any(isinstance(each, nn.Parameter) for each in values_in(value))
 
 
 def leads_to(value: Any) -> Iterator[Any]:
     """The modules and functions that a value leads to; functions that of what they are bound to, too."""
-    found = walk(value, lambda each: inside(each) or _bound(each))
+    found = walk(value, lambda each: values_in(each) or _bound(each))
     yield from (each for each in found if isinstance(each, nn.Module | types.FunctionType))
 
 
@@ -142,14 +139,6 @@ def walk(value: Any, further: Callable[[Any], list[Any]]) -> Iterator[Any]:
         if not isinstance(value, (*_PLAIN, nn.Module)) and id(value) not in seen:
             seen.add(id(value))
             pending += further(value)
-
-
-def inside(value: Any) -> list[Any]:
-    """What a container or an object of the user's holds."""
-    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        return [] if _is_large(value) else [*(value.values() if isinstance(value, dict) else value)]
-    kind: Any = type(value)
-    return [] if callable(value) or not is_users(kind) else [*attributes_of(value).values()]
 
 
 def _bound(value: Any) -> list[Any]:
@@ -170,10 +159,6 @@ def _content_of(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple, set, frozenset, deque)) and len(value) > _LARGE
 
 
 def _methods(kind: type, only: set[str] | None = None) -> Iterator[Any]:

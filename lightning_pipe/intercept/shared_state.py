@@ -19,7 +19,8 @@ from torch import nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place, is_data, is_own, written
-from lightning_pipe.intercept.references import References, inside, walk
+from lightning_pipe.intercept.references import References, walk
+from lightning_pipe.intercept.user_objects import values_in
 
 _HINT = (
     "Let each module keep one of its own, and join them behind the layers, or let the step pass it to the layers as an "
@@ -53,7 +54,7 @@ def check_not_shared(
         if id(part) in own or free(part):
             continue
         for held, value in vars(part).items():
-            reached = walk(value, inside) if is_data(held) else ()
+            reached = walk(value, values_in) if is_data(held) else ()
             for found in (each for each in reached if id(each) in wanted):
                 here, there = written(name, path, attribute), written(other, held)
                 raise CutError(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
-from lightning_pipe.intercept.effects import Attributes, containers_in, replace_contents
+from lightning_pipe.intercept.effects import containers_in, replace_contents
 from lightning_pipe.intercept.inner_hooks import act
+from lightning_pipe.intercept.kept_state import Key, now, put
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
@@ -33,7 +35,6 @@ class SkippedLayers:
         cache: knows what modules keep, and what their code names.
 
     Attributes:
-        attributes: what skipped layers keep as attributes.
         modules: those that it has answered for.
     """
 
@@ -46,7 +47,7 @@ class SkippedLayers:
         cache: RunCache,
     ) -> None:
         self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
-        self.attributes, self._cache = Attributes(), cache
+        self._former, self._cache = dict[Key, Any](), cache
         self.modules: list[nn.Module] = []
 
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -54,13 +55,19 @@ class SkippedLayers:
         with self._tracker.paused():
             return self._answer(name, module, args, kwargs)
 
+    def restore(self) -> None:
+        """Put back what was there before attributes were set: this rank may run the layer too, for others."""
+        for key, value in self._former.items():
+            put(*key, value)
+        self._former.clear()
+
     def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         tracker = self._tracker
         arguments = leaves_of(args, kwargs)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         tracker.digest.call(name, arguments, module)
         # the hooks come first: where the layer runs, they acted before it ended and was recorded
-        act(tracker, self._surroundings, module, args, kwargs, self._placeholder_for)
+        act(tracker, self._surroundings, module, args, kwargs, self._leaves)
         thorough = tracker.digest.counts_references(len(tracker.calls))
         if thorough and (following := tracker.following()) is not None and following.name == name:
             tracker.digest.refer(tracker.digest.referred(self._cache.referred(name, module)), following.changing)
@@ -104,7 +111,7 @@ class SkippedLayers:
         return Placeholder.of(leaf, self._device)
 
     def _leaves(
-        self, call: CallRecord, arguments: list[Any], old: Mapping[int, Tensor]
+        self, call: CallRecord, arguments: Sequence[Any], old: Mapping[int, Tensor] = MappingProxyType({})
     ) -> tuple[list[Any], list[Tensor]]:
         """What stands for the leaves of a call, and the tensors among them that are no arguments."""
         leaves: list[Any] = []
@@ -134,7 +141,10 @@ class SkippedLayers:
             value = tree_unflatten(leaves[split:], effect.structure)
             del leaves[split:]
             if effect.container is None:
-                self.attributes.set(module, effect, value)
+                key = module.get_submodule(effect.path), effect.attribute
+                # of one that is set again the first value alone: those in between are not held where the layer runs
+                self._former.setdefault(key, now(*key))
+                put(*key, value)
             else:
                 replace_contents(containers[effect.container], value)
         if call.stashed:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_pipe.intercept.contents import Attributes, Change, Done, Node
+from lightning_pipe.intercept.user_objects import attributes_of
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 # Parameters and submodules are not looked at: a step leaves them as they are. Buffers change in forward passes.
@@ -68,7 +69,7 @@ class Snapshot:
         with DisableTorchFunction():
             done = Done(for_now)
             for node in self._nodes.values():
-                node.undo_once(done)
+                node.undo(done)
 
     def narrow(self) -> bool:
         """Count from now on what has become different so far, and nothing else; whether anything has."""
@@ -80,13 +81,18 @@ class Snapshot:
             node.only, node.kept = found[name], {key: node.kept[key] for key in node.kept.keys() & found[name]}
         return bool(found)
 
-    def altered(self) -> Iterator[tuple[str, str]]:
-        """The modules' names and attributes that referred to what has changed in place, whatever is there now."""
+    def altered(self) -> Iterator[tuple[tuple[str, str], bool]]:
+        """The modules' names and attributes that had a value before, and have another one, or one changed in place.
+
+        With each, whether what it referred to has changed in place, whatever is there now.
+        """
         with DisableTorchFunction():
             for name, node in self._nodes.items():
-                for attribute, (_, value) in node.kept.items():
-                    if value is not None and attribute != "_buffers" and any(True for _ in value.changes((), set())):
-                        yield name, attribute
+                now = attributes_of(node.owner)
+                for attribute, (value, inner) in node.kept.items():
+                    in_place = inner is not None and any(True for _ in inner.changes((), set()))
+                    if attribute != "_buffers" and (in_place or now.get(attribute, self) is not value):
+                        yield (name, attribute), in_place
 
     def changes(self) -> list[Change]:
         """What has become different since."""

@@ -150,7 +150,7 @@ class StageRun:
         else:
             self._returned(result)
         finally:
-            self.skipped_layers.attributes.restore()
+            self.skipped_layers.restore()
         self.arrival.check_copies()
         return result
 
@@ -219,11 +219,7 @@ class StageRun:
             self._cut()
         if number < own.start:
             self._come_back(name, self._numbers.behind)
-        try:
-            return self.layer_calls.run(name, key, layer, forward, args, kwargs)
-        except ChangedObjectError:
-            self._may_come_back(name)
-            raise
+        return self._called(name, key, layer, forward, args, kwargs)
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -238,16 +234,15 @@ class StageRun:
         self._parameter_use.run(name)
         for parameter in module.parameters():
             self._parameter_use.use(parameter)
-        try:
-            return self.layer_calls.run(name, key, module, forward, args, kwargs)
-        except ChangedObjectError:
-            self._may_come_back(name)
-            raise
+        return self._called(name, key, module, forward, args, kwargs)
 
-    def _may_come_back(self, name: str) -> None:
-        """A layer has changed an object, such as a cache, which is of use in a step of several passes alone."""
-        if self.tracker.come_back is not None:
-            self._come_back(name)
+    def _called(self, name: str, *call: Any) -> Any:
+        try:
+            return self.layer_calls.run(name, *call)
+        except ChangedObjectError:  # a cache, for instance, which is of use in a step of several passes alone
+            if self.tracker.come_back is not None:
+                self._come_back(name)
+            raise
 
     # ------------------------------------------------------------------ the two ends of a stage
 

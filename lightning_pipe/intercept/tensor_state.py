@@ -1,13 +1,14 @@
 """Notices that tensors change in place: the one place that asks for versions and compares values.
 
 Autograd counts the changes, and knows what a view is a view of, but not for tensors that are made in inference mode
-(torch 2.13), in which Lightning evaluates. So the tensors of a step are made outside it where that is possible.
+(torch 2.13), which cannot change in place outside of it. So neither steps nor layers run in it; what the user's code
+computes in it between layers nothing changes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,25 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_pipe.torch_internals import is_functorch_tensor
 
 
-def counting() -> AbstractContextManager[None]:
-    """Tensors that are made inside count their changes."""
-    return _counting() if torch.is_inference_mode_enabled() else nullcontext()
-
-
 @contextmanager
-def _counting() -> Iterator[None]:
+def counting() -> Iterator[None]:
+    """Outside of inference mode, without gradients where that was on: tensors that are made inside count changes."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def counted(tensor: Tensor) -> Tensor:
-    """The same values without a graph, as a tensor that counts its changes; the same memory where that has them."""
-    if not tensor.is_inference():
-        return tensor.detach()
-    with counting():
-        tensor = tensor.resolve_conj().resolve_neg()  # which the memory alone does not tell
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def version_of(value: Any) -> int | None:
@@ -60,16 +50,12 @@ def place_of(value: Any) -> Any:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two tensors, or two arrays, have the same type, shape and values. In tensors NaN is the same as NaN."""
-    if one.dtype != other.dtype:  # which `torch.equal` does not look at (torch 2.13)
+    """Whether two tensors, or two arrays, have the same type, shape and values. NaN is the same as NaN."""
+    if one.dtype != other.dtype or one.shape != other.shape:  # `torch.equal` does not look at types (torch 2.13)
         return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other) or (
-            one.is_floating_point()
-            and one.shape == other.shape
-            and bool(((one == other) | (one.isnan() & other.isnan())).all())
-        )
-    return one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, Tensor) and torch.equal(one, other):
+        return True
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def same_content(one: Any, other: Any) -> bool:
@@ -92,27 +78,3 @@ def memory_of(tensor: Tensor) -> int | None:
     if tensor.layout is not torch.strided or is_functorch_tensor(tensor):
         return None
     return int(tensor.untyped_storage()._cdata)
-
-
-TensorState = int | Tensor | None
-"""What tells whether a tensor changes in place: its version, or its value where nobody counts."""
-
-
-def state_of(tensor: Tensor, derived: Callable[[Tensor], bool] | None = None) -> TensorState:
-    """What `has_changed` is to be asked with later.
-
-    Args:
-        tensor: the tensor.
-        derived: tells whether a tensor is derived. Such a one needs no value: where nobody counts it crosses a cut as
-            it is then.
-    """
-    if not tensor.is_inference():
-        return tensor._version
-    return None if derived is not None and derived(tensor) else tensor.clone()
-
-
-def has_changed(tensor: Tensor, state: TensorState) -> bool:
-    """Whether a tensor has changed since."""
-    if isinstance(state, int):
-        return tensor._version != state
-    return state is not None and not same_values(tensor, state)

@@ -78,13 +78,6 @@ def _tagged(tag: torch.Tag) -> Callable[[str], bool]:
     return lambda name: any(tag in operation.tags for operation in _operations(name))
 
 
-def _is_factory(name: str) -> bool:
-    """Whether a function makes a tensor of its own: it has an option for memory. ``to`` may return its argument."""
-    return name != "to" and any(
-        argument.name == "pin_memory" for operation in _operations(name) for argument in operation._schema.arguments
-    )
-
-
 def _is_augmented(name: str) -> bool:
     """Whether a method belongs to an augmented assignment, such as ``+=``: it has a twin without the ``i``."""
     return name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}")
@@ -100,11 +93,8 @@ RANDOM = Names(
 )
 """Functions of torch that draw random numbers, or may."""
 
-FACTORIES = Names("as_tensor asarray from_numpy frombuffer new_tensor scalar_tensor tensor", _is_factory)
-"""Functions that make a tensor of their own."""
-
 UNFILLED = Names("", lambda name: name.startswith(("empty", "new_empty")))
-"""Functions whose results have values of chance: `FACTORIES` that nobody fills."""
+"""Functions whose results have values of chance, since nobody fills their memory."""
 
 _IN_PLACE = Names("__setitem__", _is_augmented)
 

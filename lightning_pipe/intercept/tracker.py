@@ -19,10 +19,8 @@ from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, no_value
-from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,
-    FACTORIES,
     METADATA,
     MIRRORED,
     RANDOM,
@@ -167,21 +165,17 @@ class Tracker(TorchFunctionMode):
             if not plain:
                 check_value(tensor, f"'{name}'")
             known = self.numbers.of(tensor)
+            if known in self.numbers.unfilled:
+                raise CutError(
+                    f"'{name}' needs tensor argument {position}: {self.numbers.unfilled[known]}", hint=NO_VIEWS
+                )
             if not plain and isinstance(tensor, Placeholder):
-                if known in self.numbers.unfilled:
-                    raise CutError(
-                        f"'{name}' needs tensor argument {position}: {self.numbers.unfilled[known]}", hint=NO_VIEWS
-                    )
                 raise CutError(
                     f"'{name}' needs tensor argument {position}, {tuple(tensor.shape)} {tensor.dtype}, which an "
                     "earlier stage has and did not send: in the first batch of this shape nothing needed it.",
                     hint="Use the same tensors in every batch of the same shape: make optional uses unconditional.",
                 )
             if known is not None:
-                if self.numbers.unfilled and known in self.numbers.unfilled:
-                    raise CutError(
-                        f"'{name}' needs tensor argument {position}: {self.numbers.unfilled[known]}", hint=NO_VIEWS
-                    )
                 self.used.add(known)
             elif self.partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
                 raise CutError(
@@ -247,26 +241,19 @@ class Tracker(TorchFunctionMode):
         if written:
             self._check_changing(written, name)
         if draws(func, name):
-            with self._around(name, kwargs) or self._stream():
+            with self._stream():
                 result = func(*args, **kwargs)
             if name in RANDOM:
                 self.digest.draw(name, kwargs.get("generator"))
-        elif (around := self._around(name, kwargs)) is not None:
-            with around:
-                result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
         if name in UNFILLED:
-            result.zero_()  # what is in new memory differs between stages, and says nothing
+            with torch.no_grad():  # the result may be a leaf
+                result.zero_()  # what is in new memory differs between stages, and says nothing
         if name in UNCOUNTED:
             note_uncounted(tensors, result)
         self.digest.follow(name, leaves, results_of(result, written))
         return result
-
-    def _around(self, name: str, kwargs: Any) -> AbstractContextManager[None] | None:
-        """A context in which new tensors count their changes, for a function that makes some in inference mode."""
-        makes = torch.is_inference_mode_enabled() and name in FACTORIES and kwargs.get("out") is None
-        return counting() if makes else None
 
     def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         call = self.expect(name)
@@ -287,7 +274,9 @@ class Tracker(TorchFunctionMode):
         self.touch(tensors, name)
         before = self.in_place.noted(tensors) if self.function else ()
         changed = changed_in_place(name, args, kwargs)
-        written = self._about_to_change(changed, name) if changed else ()
+        written = self.in_place.written(changed) if changed else ()
+        if written:
+            self._check_changing(written, name)
         shapes = list(map(TensorSpec.of, written)) if self.partial else []
         # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
         if self.function or draws(func, name):
@@ -328,13 +317,8 @@ class Tracker(TorchFunctionMode):
         finally:
             self.function = ""
 
-    def _about_to_change(self, changed: list[Tensor], name: str) -> list[Tensor]:
-        """What is written to when these change in place; raises if other stages would not see it."""
-        written = self.in_place.written(changed)
-        self._check_changing(written, name)
-        return written
-
     def _check_changing(self, written: Sequence[Tensor], name: str) -> None:
+        """Raise if tensors are about to change in place and other stages would not see it."""
         if name.startswith("requires_grad") or (name.endswith(".__set__") and name != "data.__set__"):
             return  # what belongs to a tensor changes, and not its values
         self.in_place.check_not_lent(written, name)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.intercept.layer_state import in_several_pipes
+from lightning_pipe.intercept.kept_state import in_several_pipes
 from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -167,28 +167,15 @@ class DeferredBatchNorm(BatchNorm):
             self.running_var.lerp_((moments.deviation / max(1, moments.values - 1)).to(self.running_var), share)
 
 
-class _Deferred1d(DeferredBatchNorm, nn.BatchNorm1d):
-    plain = nn.BatchNorm1d
-
-
-class _Deferred2d(DeferredBatchNorm, nn.BatchNorm2d):
-    plain = nn.BatchNorm2d
-
-
-class _Deferred3d(DeferredBatchNorm, nn.BatchNorm3d):
-    plain = nn.BatchNorm3d
-
-
-_DEFERRED: Mapping[type[BatchNorm], type[DeferredBatchNorm]] = {
-    kind.plain: kind for kind in (_Deferred1d, _Deferred2d, _Deferred3d)
-}
-
-
 @cache
 def _deferred(kind: type[BatchNorm]) -> type[DeferredBatchNorm]:
-    """The deferred form of a class of norms; of subclasses one is made."""
-    body = {"plain": kind, "__module__": __name__}
-    return _DEFERRED.get(kind) or type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), body)
+    """The deferred form of a class of norms."""
+    return type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), {"plain": kind, "__module__": __name__})
+
+
+DeferredBatchNorm1d, DeferredBatchNorm2d, DeferredBatchNorm3d = map(
+    _deferred, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+)  # by their names, under which pickled modules look for them
 
 
 def begin_pass(stage: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import nn
 
 from lightning_pipe.local_parts import DATA, TENSOR, dimensions
@@ -34,7 +33,7 @@ class HeldParameter(NamedTuple):
     stage: int | None
 
 
-class GradientGroups:
+class GradientGroups(GradientSync):
     """Sums the gradients of replicas, of copies of a stage and of tied parameters over a batch.
 
     Parameters of one stage alone are reduced as soon as the stage is done, all others at the end of the batch.
@@ -43,21 +42,17 @@ class GradientGroups:
         transport: the rank's transport.
 
     Attributes:
-        shards: divides the parameters that other processes hold as well over these; ``None`` until `form`.
+        shards: divides the parameters that other processes hold as well over these; nothing until `form`.
         scattered: whether a sum goes to the process that updates the parameter alone; to be set before `form`.
-        dtype: in which gradients are sent and added, see `GradientSync`; to be set before `form`.
         sharded: has the parameters that processes divide: none has all gradients of its stages; ``None``: none does.
         overlapped: whether a stage that is done is reduced at once; otherwise all wait for `finish`.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.shards: OptimizerShards | None = None
+        super().__init__(transport)
+        self.shards = OptimizerShards((), transport)
         self.sharded: FullySharded | None = None
-        self.scattered = False
-        self.overlapped = False
-        self.dtype: torch.dtype | None = None
-        self._transport = transport
-        self._reducer: GradientSync | None = None
+        self.scattered = self.overlapped = False
 
     def form(self, held: Iterable[HeldParameter], stages: Iterable[int]) -> None:
         """Take up the parameters of this rank.
@@ -79,18 +74,18 @@ class GradientGroups:
             if len(members[key]) > 1
         ]
         self._transport.open_groups(group.members for group in shared)
-        shards = self.shards = OptimizerShards(shared, self._transport)
+        self.shards = OptimizerShards(shared, self._transport)
         # Parameters of one process are reduced as well, which does nothing: every stage then has its key.
-        self._reducer = GradientSync(self._transport, dtype=self.dtype)
+        self._entries.clear()
         for key, parameters in by_key.items():
             of_key = members.get(key, (self._transport.process,))
-            self._reducer.add(key, parameters, of_key, shards.owner if self.scattered else None)
+            self.add(key, parameters, of_key, self.shards.owner if self.scattered else None)
 
     @property
     def members_with_all(self) -> tuple[int, ...]:
         """The processes that have all sums of gradients between them: a pipeline's, or all where these are divided."""
         topology = self._transport.topology
-        if self.sharded is not None or (self.scattered and self.shards is not None):
+        if self.sharded is not None or (self.scattered and self._entries):
             return topology.everyone
         return tuple(sorted(topology.pipeline_processes(self._transport.replica)))
 
@@ -104,19 +99,14 @@ class GradientGroups:
         if self.sharded is not None:
             places = {DATA: self._transport.replica, TENSOR: self._transport.topology.tensor_rank}
             return first and not any(places[each] for each in places.keys() - dimensions(parameter))
-        return self.shards.mine(parameter) if self.scattered and self.shards is not None else first
+        return self.shards.mine(parameter) if self.scattered and self._entries else first
 
     def stage_done(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank."""
         if self.sharded is not None:
             self.sharded.stage_done(stage)
-        if self.overlapped and self._reducer is not None:
-            self._reducer.start((_STAGE, stage))
-
-    def finish(self) -> None:
-        """Sum what is left, and wait for all."""
-        if self._reducer is not None:
-            self._reducer.finish()
+        if self.overlapped and self._entries:
+            self.start((_STAGE, stage))
 
 
 def uses_of_ranks(

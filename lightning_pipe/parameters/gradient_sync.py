@@ -69,14 +69,16 @@ class GradientSync:
         dtype: in which gradients of wider types are sent and added; ``None``: each in its own. Every gradient is
             rounded once, and so is every sum of two, in the order of a ring or tree. In ``torch.bfloat16`` the sum of
             n is off by at most ``n * 2**-8`` of the sum of magnitudes.
+
+    Attributes:
+        dtype: as given; may be set until the first `start`.
     """
 
     def __init__(
         self, transport: Transport, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> None:
-        self._dtype = dtype
-        self._transport = transport
-        self._bucket_bytes = bucket_bytes
+        self.dtype = dtype
+        self._transport, self._bucket_bytes = transport, bucket_bytes
         self._entries: dict[Key, _Entry] = {}
 
     def add(
@@ -176,9 +178,9 @@ class GradientSync:
         return flat
 
     def _sent_as(self, parameter: Parameter) -> torch.dtype:
-        if self._dtype is None or not parameter.is_floating_point() or parameter.itemsize <= self._dtype.itemsize:
+        if self.dtype is None or not parameter.is_floating_point() or parameter.itemsize <= self.dtype.itemsize:
             return parameter.dtype
-        return self._dtype
+        return self.dtype
 
     @torch.no_grad()
     def _finish(self, key: Key, entry: _Entry) -> None:

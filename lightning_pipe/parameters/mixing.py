@@ -43,18 +43,17 @@ class Mixing:
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer, self._names = optimizer, names
+        self._names = names
         self.done = type(optimizer).__module__.startswith("torch.optim.")
         self.remove = optimizer.register_step_pre_hook(self._before).remove
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        return None if self.done else after_closure(args, kwargs, self._once)
+        def once() -> None:
+            if not self.done and (chosen := _chosen(optimizer, self._names)):
+                self.done = True
+                check(optimizer, chosen)
 
-    def _once(self) -> None:
-        chosen = _chosen(self._optimizer, self._names)
-        if chosen and not self.done:
-            self.done = True
-            check(self._optimizer, chosen)
+        return None if self.done else after_closure(args, kwargs, once)
 
 
 def check(optimizer: Optimizer, chosen: Mapping[str, nn.Parameter]) -> None:

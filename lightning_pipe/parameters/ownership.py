@@ -27,10 +27,8 @@ from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origi
 from lightning_pipe.local_parts import is_divided
 from lightning_pipe.parameters.releasing import (
     check_memory,
-    convert_absent,
-    drop_graphs,
-    drop_weak_references,
     give_back,
+    make_swappable,
     named_tensors,
     owned_by,
     release,
@@ -289,8 +287,7 @@ class Ownership:
             check_memory(self._module)
         # Before anything is freed: the first may raise, the others let go of what cannot be swapped.
         self._take_over()
-        drop_weak_references(self._module)
-        drop_graphs(self._module)
+        make_swappable(self._module)
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
             if self.rank in ranks:
                 continue
@@ -298,7 +295,6 @@ class Ownership:
                 name = self.known_name(tensor)
                 if name is not None and not self.holds(name) and not isinstance(tensor, AbsentTensor):
                     self._release(name, tensor)
-            convert_absent(layer)
 
     def _take_over(self) -> None:
         """Let tensors that are absent already refer to this division."""
@@ -328,8 +324,7 @@ class Ownership:
             used_by_rank: for each rank the names of the parameters it has used, and of the modules it has run with a
                 dot behind them.
         """
-        drop_weak_references(self._module)
-        drop_graphs(self._module)
+        make_swappable(self._module)
         users: dict[str, list[int]] = {}
         for rank, names in enumerate(used_by_rank):
             for name in names:
@@ -376,7 +371,7 @@ class Ownership:
             fetch: collective; called on all ranks in the same order with name, owners and the local tensor; returns
                 the true value.
         """
-        drop_weak_references(self._module)
+        make_swappable(self._module)
         for name, tensor in list(named_tensors(self._module)):
             # ``fetch`` is collective: nothing here may be decided by what this rank holds.
             held = self._held.get(name)
@@ -385,9 +380,6 @@ class Ownership:
             value = fetch(name, held.owners, tensor)
             if not self.holds(name):
                 give_back(tensor, value)
-        for _, layer in self._layers:
-            for part in layer.modules():
-                part.__dict__.pop("_apply", None)
         for held in self._held.values():
             held.owners = self._everyone
 

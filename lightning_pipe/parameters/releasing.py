@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, combinations
-from types import MethodType
 from typing import Any
 
 import torch
@@ -97,20 +96,16 @@ def release(module: nn.Module, tensor: Tensor, absent: AbsentTensor) -> None:
                 each._post_load_hook_handle.remove()
 
 
-def drop_weak_references(module: nn.Module) -> None:
-    """Recurrent layers refer to their weights weakly, and such tensors cannot be swapped (torch 2.13)."""
+def make_swappable(module: nn.Module) -> None:
+    """Let go of what refers to parameters and buffers: tensors that others refer to cannot be swapped (torch 2.13).
+
+    Recurrent layers refer to their weights weakly, and attributes with a graph to parameters: ``torch.nn.utils`` keeps
+    one for ``weight_norm`` from the start, and makes a new one before each use.
+    """
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             # without them a layer does not look whether its weights are still the same objects; they are
             part._flat_weight_refs = [None] * len(part._flat_weight_refs)
-
-
-def drop_graphs(module: nn.Module) -> None:
-    """Attributes with a graph refer to parameters, and such parameters cannot be swapped (torch 2.13).
-
-    ``torch.nn.utils.weight_norm`` keeps one from the start; it makes a new one before each use.
-    """
-    for part in module.modules():
         for name, value in vars(part).items():
             if type(value) in (Tensor, Deferred) and value.grad_fn is not None:
                 vars(part)[name] = value.detach()
@@ -120,24 +115,3 @@ def give_back(tensor: Tensor, value: Tensor) -> None:
     """Let the same object hold another value, device and memory; attributes and ``requires_grad`` stay."""
     # detached: what carried the value here may still refer to it, and such tensors cannot be swapped (torch 2.13)
     exchange(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach())
-
-
-def convert_absent(layer: nn.Module) -> None:
-    """Let ``module.to`` and its kin change what absent tensors of a layer look like; what layers here share is none."""
-    for part in layer.modules():
-        if any(isinstance(tensor, AbsentTensor) for tensor in _own(part)):
-            part.__dict__["_apply"] = MethodType(_apply, part)
-
-
-@torch.no_grad()
-def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    for tensor in _own(self):
-        if isinstance(tensor, AbsentTensor):
-            tensor.data = fn(tensor.data)
-    for child in self.children() if recurse else ():
-        child._apply(fn)  # type: ignore[no-untyped-call]
-    return self
-
-
-def _own(part: nn.Module) -> tuple[Tensor, ...]:
-    return (*part.parameters(recurse=False), *part.buffers(recurse=False))

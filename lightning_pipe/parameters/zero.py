@@ -7,7 +7,7 @@ alone (stage 2, section 5.2) `GradientSync` does so, by the owners that are foun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,10 +48,8 @@ class OptimizerShards:
     def __init__(self, groups: Iterable[HolderGroup], transport: Transport) -> None:
         self.groups = tuple(groups)
         self._transport = transport
-        self._parts: list[tuple[HolderGroup, dict[int, list[nn.Parameter]]]] = []
         self._owner: dict[int, int] = {}
         for group in self.groups:
-            parts: dict[int, list[nn.Parameter]] = {member: [] for member in group.members}
             first = group.first % len(group.members)
             load = dict.fromkeys(group.members[first:] + group.members[:first], 0)
             # Largest first, each to whoever has least: loads differ by the largest parameter at most. Frozen ones come
@@ -60,9 +58,7 @@ class OptimizerShards:
             for parameter in sorted(group.parameters, key=lambda each: (not each.requires_grad, -each.numel())):
                 member = min(load, key=lambda member: load[member])
                 load[member] += parameter.numel()
-                parts[member].append(parameter)
                 self._owner[id(parameter)] = member
-            self._parts.append((group, parts))
 
     def owner(self, parameter: nn.Parameter) -> int:
         """The process that updates a parameter; this one if nobody else holds it."""
@@ -72,13 +68,14 @@ class OptimizerShards:
         """Whether this process updates a parameter."""
         return self.owner(parameter) == self._transport.process
 
+    def _of_others(self) -> Iterator[nn.Parameter]:
+        """The parameters that other processes update."""
+        return (each for group in self.groups for each in group.parameters if not self.mine(each))
+
     def drop_gradients(self) -> None:
         """Take away the gradients of what other processes update."""
-        for _, parts in self._parts:
-            for member, parameters in parts.items():
-                if member != self._transport.process:
-                    for parameter in parameters:
-                        parameter.grad = None
+        for parameter in self._of_others():
+            parameter.grad = None
 
     @torch.no_grad()
     def share(self) -> None:
@@ -86,10 +83,11 @@ class OptimizerShards:
         # Issued in the same order on all holders, some before the first is waited for: a copy of all would take as much
         # memory again as the parameters do.
         under_way: deque[tuple[Work, Tensor, Sequence[nn.Parameter], int]] = deque()
-        for group, parts in self._parts:
+        for group in self.groups:
             for member in group.members:
-                for indices in buckets(parts[member]):
-                    parameters = [parts[member][index] for index in indices]
+                updated = [parameter for parameter in group.parameters if self.owner(parameter) == member]
+                for indices in buckets(updated):
+                    parameters = [updated[index] for index in indices]
                     flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
                     under_way.append((self._transport.broadcast(flat, member, group.members), flat, parameters, member))
                     if len(under_way) > _UNDER_WAY:
@@ -107,20 +105,16 @@ class OptimizerShards:
 
     def gather_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Give every holder the optimizer state of its parameters. Collective; undone by `drop_states`."""
-        for group, parts in self._parts:
-            for member in group.members:
-                for parameter in parts[member]:
-                    for optimizer in optimizers:
-                        state = optimizer.state.get(parameter) if member == self._transport.process else None
-                        state = self._transport.broadcast_object(state, member, group.members)
-                        if state:
-                            optimizer.state[parameter] = state
+        for group in self.groups:
+            for parameter in group.parameters:
+                for optimizer in optimizers:
+                    state = optimizer.state.get(parameter) if self.mine(parameter) else None
+                    state = self._transport.broadcast_object(state, self.owner(parameter), group.members)
+                    if state:
+                        optimizer.state[parameter] = state
 
     def drop_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Forget the optimizer state of what other processes update."""
-        for _, parts in self._parts:
-            for member, parameters in parts.items():
-                if member != self._transport.process:
-                    for parameter in parameters:
-                        for optimizer in optimizers:
-                            optimizer.state.pop(parameter, None)
+        for parameter in self._of_others():
+            for optimizer in optimizers:
+                optimizer.state.pop(parameter, None)

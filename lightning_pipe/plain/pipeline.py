@@ -39,7 +39,7 @@ from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.config import Auto, RankOrder
 from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline as Engine
-from lightning_pipe.engine.refusals import check_layers, check_module, check_quantized
+from lightning_pipe.engine.refusals import check_module
 from lightning_pipe.engine.stage import loss_of
 from lightning_pipe.engine.whole_gradients import gradient_norm, unscaling_together
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
@@ -124,8 +124,6 @@ class Pipeline:
         _check(model, world_size)
         found = find_layers(model, layers, layout.stages)
         counts = divide(model, found, layout.stages, balance)
-        check_layers(found, layout.stages)
-        check_quantized(model, layout.stages)
         hosts = -(-world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         place = _device_of(model) if device is None else torch.device(device)
         transport = open_transport(topology_of(layout, family, rank_order, hosts), place, timeout)

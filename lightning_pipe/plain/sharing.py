@@ -16,7 +16,7 @@ from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.contents import Change
-from lightning_pipe.intercept.layer_state import in_several_pipes
+from lightning_pipe.intercept.kept_state import in_several_pipes
 from lightning_pipe.intercept.module_state import Tracked, name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.plain.step_hooks import HooksOfBatch, StepHooks

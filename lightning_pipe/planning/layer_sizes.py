@@ -1,14 +1,17 @@
-"""The layers of a module with their parameters, and figures that are estimated where none were measured."""
+"""The profile of a module: its layers with their parameters, figures that are stored, and estimated ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
 from lightning_pipe.config import Sharding
 from lightning_pipe.partition import Layers, parameter_places
+from lightning_pipe.partition.cache import cache_path
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.planning.division import Division
 from lightning_pipe.simulate.link import Link
@@ -63,6 +66,35 @@ def of_module(profile: CostProfile, module: CostProfile) -> CostProfile:
     """
     profile.check_layers([layer.name for layer in module.layers], [layer.parameters for layer in module.layers])
     return replace(profile, layers=module.layers, tied=module.tied)
+
+
+def profile_path(module: nn.Module, layers: Layers, folder: str | os.PathLike[str] | None = None) -> Path:
+    """The file that has what `lightning-pipe profile` has measured of a module as it is now, see `cache_path`.
+
+    Args:
+        module: the module.
+        layers: its layer sequence.
+        folder: where; by default ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``.
+    """
+    return cache_path(module, ["costs", *(name for name, _ in layers)], ".profile.json", folder)
+
+
+def stored(module: nn.Module, layers: Layers, conditions: Mapping[str, str]) -> CostProfile | None:
+    """The profile in this file, with the parameters that are frozen now; ``None`` if there is none.
+
+    Args:
+        module: the module.
+        layers: its layer sequence.
+        conditions: that it must have been measured under.
+
+    Raises:
+        ConfigurationError: it cannot be read, or was measured under others.
+    """
+    if not (path := profile_path(module, layers)).exists():
+        return None
+    profile = CostProfile.load(path)
+    profile.check(conditions)
+    return of_module(profile, without_times(module, layers))
 
 
 def estimated(module: nn.Module, layers: Layers) -> CostProfile:

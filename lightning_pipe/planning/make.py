@@ -15,15 +15,16 @@ from lightning_pipe.partition import AUTO, Layers, divide, find_layers, places_b
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising, norms_note
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.layer_sizes import of_process
-from lightning_pipe.planning.memory import Held
+from lightning_pipe.planning.memory import HeldParameters
 from lightning_pipe.planning.options import PlanOptions, taking
 from lightning_pipe.planning.prediction import rank_bytes, stage_costs, stage_memory
 from lightning_pipe.planning.render import Plan, StagePlan
-from lightning_pipe.schedules import Family, Schedule, Stream, with_recompute
+from lightning_pipe.schedules import Family, Schedule, with_recompute
 from lightning_pipe.schedules.action import Placement
 from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.sharding.refusals import check_family, in_parts
-from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak, simulate
+from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak
+from lightning_pipe.simulate.simulator import simulate_batch
 from lightning_pipe.transport.topology import Topology
 
 BYTES_PER_NUMBER = 4
@@ -87,9 +88,10 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     equation = BatchEquation(asked.batch, number, asked.replicas, asked.accumulation)
     costs, memory, known = None, None, "that of weights, gradients and two optimizer moments in 32 bits"
     if profile is not None:
-        copies = [asked.replicas * len(order.holders(stage)) for stage in range(stages)]
+        holders = [frozenset(order.holders(stage)) for stage in range(stages)]
+        copies = [asked.replicas * len(each) for each in holders]
         given = (profile, counts, -(-asked.batch // count), copies, asked.shard_optimizer)
-        costs, memory = stage_costs(*given), stage_memory(*given)
+        costs, memory = stage_costs(*given), stage_memory(*given, holders)
         known = "the most that is held: weights, gradients, two optimizer moments, and activations"
     placement = {place: rank for place, rank in order.placement.items() if place[1] < stages}  # of one pass
     topology = asked.topology(placement[0, stages - 1])
@@ -106,7 +108,7 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     )
     if memory is not None:
         made = with_activations(made, topology, order, memory)
-    idle = partial(predicted_bubble, build, stream=stream, costs=costs)
+    idle = partial(predicted_bubble, build, costs=costs)
     total = sum(parameter.numel() for parameter in module.parameters())
     by = (f"balanced by {balance}",) if isinstance(balance, str) and balance not in (AUTO, "parameters") else ()
     of_norms = norms_note(module, equation.sizes, ranks, idle, chosen and stream is None)
@@ -145,14 +147,19 @@ def assembled(
         built: bytes that every process has built whole.
     """
     accumulation = 1 if batch is None else batch.accumulation
-    held = Held(places_by_stage(module, layers, counts), placement, topology, division, accumulation)
-    seen: dict[str, list[int]] = {}
-    for stage, own in enumerate(held.stages):
+    held = HeldParameters(places_by_stage(module, layers, counts), placement, topology, division, accumulation)
+    names, seen, stages = [name for name, _ in layers], dict[str, list[int]](), list[StagePlan]()
+    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
+        ranks, own = [rank for (_, place), rank in placement.items() if place == stage], held.stages[stage]
+        processes = sorted(process for each in topology.tensor_slices for process in each.holders(ranks))
+        trained = sum(one.size for one in own if one.parameter.requires_grad)
+        parameters, size = sum(one.size for one in own), int(held.step(own).total)
+        stages.append(StagePlan(stage, tuple(processes), tuple(names[start:end]), parameters, trained, size))
         for one in own:
             seen.setdefault(one.name, []).append(stage)
     return Plan(
         type(module).__name__,
-        stage_plans([name for name, _ in layers], counts, held),
+        tuple(stages),
         RunLayout(topology.ranks, topology.replicas, len(counts), topology.tensor),
         label,
         batch,
@@ -166,24 +173,6 @@ def assembled(
 def label_of(family: Family, passes: int) -> str:
     """The schedule of a plan in words."""
     return family.label if passes == 1 else f"{family.label} in {passes} passes"
-
-
-def stage_plans(names: Sequence[str], counts: Sequence[int], held: Held) -> tuple[StagePlan, ...]:
-    """What every stage has.
-
-    Args:
-        names: of all layers.
-        counts: layers of every stage.
-        held: the parameters.
-    """
-    plans = []
-    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        ranks, own = [rank for (_, place), rank in held.placement.items() if place == stage], held.stages[stage]
-        processes = sorted(process for each in held.topology.tensor_slices for process in each.holders(ranks))
-        trained = sum(one.size for one in own if one.parameter.requires_grad)
-        parameters, size = sum(one.size for one in own), held.step(own).total
-        plans.append(StagePlan(stage, tuple(processes), tuple(names[start:end]), parameters, trained, size))
-    return tuple(plans)
 
 
 def with_activations(plan: Plan, topology: Topology, schedule: Schedule, memory: Memory) -> Plan:
@@ -205,19 +194,14 @@ def with_activations(plan: Plan, topology: Topology, schedule: Schedule, memory:
     return replace(plan, stages=tuple(stages), memory=tuple(processes))
 
 
-def predicted_bubble(
-    build: Callable[[int], Schedule], micro_batches: int, stream: Stream | None, costs: Costs | None = None
-) -> float:
+def predicted_bubble(build: Callable[[int], Schedule], micro_batches: int, costs: Costs | None = None) -> float:
     """The bubble ratio; without a flush that of the steady state.
 
     Args:
         build: makes the schedule for a number of micro-batches.
         micro_batches: of one batch.
-        stream: the calls of a schedule without a flush.
         costs: times of the stages; without them all stages are taken for equal. Steps and reductions are no part.
     """
     costs = Costs() if costs is None else replace(costs, reduce=0, step=0)
-    if stream is None:
-        return float(simulate(build(micro_batches), costs).bubble_ratio)
-    batches = 20 * stream.period + 2 * len(stream.calls)
-    return float(simulate(build(batches * stream.micro_batches), costs).steady_bubble_ratio)
+    timeline = simulate_batch(build, micro_batches, costs)
+    return float(timeline.bubble_ratio if timeline.steady is None else timeline.steady)

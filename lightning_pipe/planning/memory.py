@@ -6,37 +6,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from lightning_pipe.partition import ParameterPlace
 from lightning_pipe.planning.cost_profile import MOMENTS
 from lightning_pipe.planning.division import Division, factors
 from lightning_pipe.schedules.action import Placement
+from lightning_pipe.simulate import Held
 from lightning_pipe.text import memory
 from lightning_pipe.transport.topology import Topology
 
 PIECES = 64 << 20
 """What a process needs to send its part of a checkpoint, beside its share: a few pieces of 16 MiB."""
 _SHOWN = 8
-
-
-class StepBytes(NamedTuple):
-    """Bytes of a process while a batch runs, without activations.
-
-    Args:
-        values: of parameters.
-        gradients: of this batch, and those that are kept of the batches before.
-        optimizer: its state, two moments.
-    """
-
-    values: float
-    gradients: float
-    optimizer: float
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return int(sum(self))
 
 
 @dataclass(frozen=True)
@@ -46,7 +27,7 @@ class ProcessMemory:
     Args:
         process: its global rank.
         build: in host memory, while the module is built and divided.
-        held: in the memory of its device from the first optimizer step on, by what it is.
+        held: in the memory of its device from the first optimizer step on, by what it is; without activations.
         step: the same in all, and activations where they are known.
         saving: in host memory, while a checkpoint of one file is written.
         on_device: whether the device has memory of its own; otherwise it is the host's.
@@ -54,14 +35,14 @@ class ProcessMemory:
 
     process: int
     build: int
-    held: StepBytes
+    held: Held
     step: int
     saving: int
     on_device: bool
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameters:
     """The parameters of a plan, and who holds them.
 
     Args:
@@ -87,8 +68,8 @@ class Held:
                 ranks[one.name].add(rank)
         return {name: tuple(sorted(own)) for name, own in ranks.items()}
 
-    def step(self, places: Iterable[ParameterPlace]) -> StepBytes:
-        """Bytes of values, gradients and optimizer state; gradients are whole during a batch."""
+    def step(self, places: Iterable[ParameterPlace]) -> Held:
+        """Bytes while a batch runs; gradients are whole, beside those that are kept of the batches before."""
         values = gradients = optimizer = 0.0
         for one in places:
             holders = self.topology.replicas * len(self.owners[one.name])
@@ -97,7 +78,7 @@ class Held:
             values += size * own.values
             gradients += trained * (1 + (self.accumulation > 1) * own.summed)
             optimizer += trained * own.optimizer
-        return StepBytes(values, gradients, optimizer)
+        return Held(values, gradients, optimizer, 0)
 
     def processes(self, *, built: int = 0, on_device: bool = False) -> tuple[ProcessMemory, ...]:
         """The memory of every process, in the order of their numbers.
@@ -117,10 +98,10 @@ class Held:
             step, largest = self.step(own.values()), max(map(size, own.values()), default=0)
             # layers are whole until they are made
             build = max(built, sum(map(size, {**own, **everywhere}.values())) + largest)
-            saving = PIECES + (largest if on_device else step.total)
+            saving = PIECES + (largest if on_device else int(step.total))
             if process == 0:  # gathers what it has not, and writes all of it by way of its memory
                 saving = 2 * written + (0 if on_device else int(step.gradients))
-            found.append(ProcessMemory(process, build, step, step.total, saving, on_device))
+            found.append(ProcessMemory(process, build, step, int(step.total), saving, on_device))
         return tuple(found)
 
 
@@ -131,7 +112,7 @@ def memory_facts(processes: Sequence[ProcessMemory]) -> list[tuple[str, str]]:
         processes: of all processes; of many the largest values alone are shown.
 
     Example:
-        >>> for name, line in memory_facts([ProcessMemory(0, 2 << 30, StepBytes(0, 0, 0), 8 << 30, 1 << 20, True)]):
+        >>> for name, line in memory_facts([ProcessMemory(0, 2 << 30, Held(0, 0, 0, 0), 8 << 30, 1 << 20, True)]):
         ...     print(f"{name}: {line}")
         Memory: rank 0: 2 GiB to build, 8 GiB on the device from the first step on, 1 MiB while saving
     """

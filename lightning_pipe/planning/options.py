@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from lightning_pipe.config import Auto, Balance, RankOrder, Sharding, layout
@@ -17,9 +17,6 @@ from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.text import number_of_bytes
 from lightning_pipe.transport.topology import Topology
-
-Cut = Callable[[int], Sequence[int] | None]
-"""Number of stages -> layers of each."""
 
 Given = ParamSpec("Given")
 Subject = TypeVar("Subject")
@@ -147,12 +144,8 @@ class SearchOptions:
         pipeline_parallel_size: ranks of a pipeline; by default all divisors of ``ranks``.
         stages_per_rank: how many stages a schedule may put on a rank that takes any number.
         micro_batches: how many a batch may be cut into; by default all divisors.
-        greedy: of every schedule on so many ranks only the largest micro-batch that fits, best without recomputation,
-            with as many of them as ranks: the rule of Chimera (Li and Hoefler, SC'21), section 3.4.
         layers: dotted names of the layer sequence of a module.
         shown: how many of the best are wanted.
-        cut: number of stages -> layers of each, or ``None`` where there is no such division; by default so that the
-            slowest stage is fastest.
         tensor_parallel_size: processes that compute a layer together, in every configuration.
 
     Raises:
@@ -166,10 +159,8 @@ class SearchOptions:
     pipeline_parallel_size: int | None = None
     stages_per_rank: Sequence[int] = (1, 2)
     micro_batches: Sequence[int] | None = None
-    greedy: bool = False
     layers: str | Sequence[str] | None = None
     shown: int = 10
-    cut: Cut | None = field(default=None, metadata={"command": False})
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:

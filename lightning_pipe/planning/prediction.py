@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lightning_pipe.config import Sharding, divided
 from lightning_pipe.partition import balance
-from lightning_pipe.planning.cost_profile import MOMENTS, CostProfile
+from lightning_pipe.planning.cost_profile import MOMENTS, CostProfile, TiedSizes
 from lightning_pipe.planning.division import Factors, factors
 from lightning_pipe.schedules import Family, Kind, Schedule, with_recompute
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -135,7 +135,8 @@ class Predictor:
 
     def memory(self, one: Configuration, layers: Sequence[int], schedule: Schedule) -> Memory:
         """Bytes of every stage."""
-        return stage_memory(self.profile, layers, one.samples, copies_of(one, schedule), one.shard_optimizer)
+        holders = [frozenset(schedule.holders(stage)) for stage in range(one.stages)]
+        return stage_memory(self.profile, layers, one.samples, copies_of(one, schedule), one.shard_optimizer, holders)
 
     def seconds(self, one: Configuration) -> float:
         """Time of one optimizer step."""
@@ -327,34 +328,49 @@ class _StageWeights(NamedTuple):
         )
 
 
-def _weights(profile: CostProfile, spans: Sequence[tuple[int, int]]) -> list[_StageWeights]:
-    """The parameters of every stage."""
-    found = []
-    for start, end in spans:
+def _weights(
+    profile: CostProfile, spans: Sequence[tuple[int, int]], holders: Sequence[frozenset[int]] = ()
+) -> list[_StageWeights]:
+    """The parameters of every stage; what stages on the same ranks have in common counts at the last of them alone.
+
+    There its gradient begins: the last stage runs back first.
+    """
+    found, counted = list[_StageWeights](), set[tuple[TiedSizes, frozenset[int]]]()
+    for stage, (start, end) in reversed([*enumerate(spans)]):
         held = float(sum(layer.parameter_bytes for layer in profile.layers[start:end]))
         frozen = float(sum(layer.frozen_bytes for layer in profile.layers[start:end]))
         common = elsewhere = 0.0
         for tied in profile.tied:
             here, trained = sum(start <= layer < end for layer in tied.layers), tied.parameter_bytes - tied.frozen_bytes
-            held -= max(0, here - 1) * tied.parameter_bytes  # the layers of a stage have them once
-            frozen -= max(0, here - 1) * tied.frozen_bytes
-            common += trained * (here > 0)
-            elsewhere += trained * (0 < here < len(tied.layers))
+            if not here:
+                continue
+            again = bool(holders) and (tied, holders[stage]) in counted
+            counted |= {(tied, holders[stage])} if holders else set()
+            held -= (here - 1 + again) * tied.parameter_bytes  # the layers of a stage have them once
+            frozen -= (here - 1 + again) * tied.frozen_bytes
+            common += trained * (not again)
+            elsewhere += trained * (here < len(tied.layers) and not again)
         found.append(_StageWeights(held, held - frozen, common, elsewhere))
-    return found
+    return found[::-1]
 
 
 def stage_memory(
-    profile: CostProfile, layers: Sequence[int], samples: int, copies: Sequence[int], shard_optimizer: Sharding = False
+    profile: CostProfile,
+    layers: Sequence[int],
+    samples: int,
+    copies: Sequence[int],
+    shard_optimizer: Sharding = False,
+    holders: Sequence[frozenset[int]] = (),
 ) -> Memory:
     """Bytes of every stage: weights, gradients, two optimizer moments, and activations of one micro-batch.
 
     Gradients are whole while the backward passes of a stage run, whatever their holders divide: only what they keep of
-    the sums is a share.
+    the sums is a share. Of parameters that layers have in common ranks hold one, if ``holders`` says which ranks hold
+    each stage; by default no two stages are on the same ranks.
     """
     at = profile.at(samples)
     spans = list(pairwise(accumulate(layers, initial=0)))
-    weights = _weights(profile, spans)
+    weights = _weights(profile, spans, holders)
     own = [each.divided(n, shard_optimizer) for each, n in zip(weights, copies, strict=True)]
     inputs = [at.boundary_bytes[start - 1] if start else 0.0 for start, _ in spans]
     return Memory(

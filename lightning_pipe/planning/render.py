@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.config import BatchEquation, RankOrder, RunLayout
 from lightning_pipe.planning.memory import ProcessMemory, memory_facts
-from lightning_pipe.text import amount, memory, several
+from lightning_pipe.text import amount, memory, printed, several
 from lightning_pipe.transport.topology import Topology
 
 
@@ -69,32 +68,8 @@ class Plan:
         return plan_text(self)
 
 
-def render(plan: Plan) -> Group:
-    """The plan as something a rich console prints.
-
-    Args:
-        plan: what will run.
-
-    Returns:
-        A table of the stages with the facts below it.
-    """
-    table = Table(title=Text(f"Pipeline of {plan.model}", style="bold"), title_justify="left")
-    for heading in ("Stage", "Ranks", "Layers"):
-        table.add_column(heading, no_wrap=heading != "Layers", overflow="fold")
-    for heading in ("Parameters", "Memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for stage in plan.stages:
-        parameters = amount(stage.parameters)
-        if stage.trainable != stage.parameters:
-            parameters += f" ({amount(stage.trainable)} trained)"
-        row = (str(stage.stage), numbers(stage.ranks), layer_names(stage.layers), parameters, memory(stage.bytes))
-        table.add_row(*map(Text, row))  # as Text, brackets in names are not read as markup
-    facts = [Text(f"{name:<9} {value}") for name, value in _facts(plan)]
-    return Group(table, *facts)
-
-
 def plan_text(plan: Plan, width: int = 110) -> str:
-    """The plan as plain text.
+    """The plan as plain text: a table of the stages with the facts below it.
 
     Args:
         plan: what will run.
@@ -112,9 +87,19 @@ def plan_text(plan: Plan, width: int = 110) -> str:
         ...
         Schedule  gpipe, predicted bubble 0.0 %
     """
-    stream = StringIO()
-    Console(file=stream, width=width, color_system=None, legacy_windows=False).print(render(plan))
-    return "\n".join(line.rstrip() for line in stream.getvalue().rstrip().splitlines())
+    table = Table(title=Text(f"Pipeline of {plan.model}", style="bold"), title_justify="left")
+    for heading in ("Stage", "Ranks", "Layers"):
+        table.add_column(heading, no_wrap=heading != "Layers", overflow="fold")
+    for heading in ("Parameters", "Memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage in plan.stages:
+        parameters = amount(stage.parameters)
+        if stage.trainable != stage.parameters:
+            parameters += f" ({amount(stage.trainable)} trained)"
+        row = (str(stage.stage), numbers(stage.ranks), layer_names(stage.layers), parameters, memory(stage.bytes))
+        table.add_row(*map(Text, row))  # as Text, brackets in names are not read as markup
+    facts = [Text(f"{name:<9} {value}") for name, value in _facts(plan)]
+    return printed(Group(table, *facts), width)
 
 
 def closing_line(

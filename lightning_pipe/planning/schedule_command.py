@@ -11,8 +11,9 @@ from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.schedules import Schedule
 from lightning_pipe.schedules.passes.recompute import Mode
 from lightning_pipe.schedules.registry import ALIASES
-from lightning_pipe.simulate.comparison import compare, simulate_batch, table
+from lightning_pipe.simulate.comparison import compare, table
 from lightning_pipe.simulate.costs import Costs, PerStage
+from lightning_pipe.simulate.simulator import simulate_batch
 
 COMPARE = "compare"
 
@@ -57,11 +58,10 @@ def run_schedule(
     def build(micro_batches: int) -> Schedule:
         return schedules.with_recompute(family.build(ranks, micro_batches, stages), recompute)
 
-    own = build(micro_batches)
-    timeline = simulate_batch(own, build, costs)
+    timeline = simulate_batch(build, micro_batches, costs)
     timeline = replace(timeline, title=f"{name} ({family.label})" if name.lower() in ALIASES else family.label)
     print(timeline)
-    for path, write in ((png, timeline.plot), (csv, own.to_csv)):
+    for path, write in ((png, timeline.plot), (csv, build(micro_batches).to_csv)):
         if path is not None:
             _write(path, write)
 

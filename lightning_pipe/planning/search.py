@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,7 +19,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import CostProfile
 from lightning_pipe.planning.layer_sizes import of_process
 from lightning_pipe.planning.options import SearchOptions, taking
-from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_costs, stage_memory
+from lightning_pipe.planning.prediction import Configuration, Predictor, divided_share, stage_costs
 from lightning_pipe.planning.search_result import SearchResult
 from lightning_pipe.schedules import Family
 from lightning_pipe.sharding.refusals import check_family, goes
@@ -59,14 +58,13 @@ def search(costs: CostProfile | Predictor | nn.Module, asked: SearchOptions) -> 
     """
     start = time.perf_counter()
     predictor = costs if isinstance(costs, Predictor) else Predictor(_profile_of(costs, asked))
-    found, candidates = _Search(predictor, asked.limit), list(_candidates(predictor.profile, asked))
+    candidates = list(_candidates(predictor.profile, asked))
     if not candidates:
         families, size = list(_families(asked)), asked.pipeline_parallel_size or asked.processes
         refused = [each for one in families if isinstance(each := _own_stages(one, size, None), ScheduleError)]
         if families and len(refused) == len(families):
             raise refused[0]
-    few = list(found.largest(candidates)) if asked.greedy else []
-    return found.run(few or candidates, asked.shown, start)  # where nothing fits the error is that of all of them
+    return _Search(predictor, asked.limit).run(candidates, asked.shown, start)
 
 
 def _profile_of(costs: CostProfile | nn.Module, asked: SearchOptions) -> CostProfile:
@@ -81,7 +79,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _candidates(profile: CostProfile, asked: SearchOptions) -> Iterator[Configuration]:
-    tried, size, cut = list(_families(asked)), asked.pipeline_parallel_size, asked.cut
+    tried, size = list(_families(asked)), asked.pipeline_parallel_size
     for ranks in _divisors(asked.processes) if size is None else [size]:
         replicas, rest = divmod(asked.processes, ranks)
         if rest:
@@ -93,14 +91,12 @@ def _candidates(profile: CostProfile, asked: SearchOptions) -> Iterator[Configur
             for stages in sorted({ranks * max(number, family.stages_per_rank) for number in asked.stages_per_rank}):
                 # A schedule that folds further stages onto its own gains nothing by them.
                 if stages <= len(profile.layers) and stages == _own_stages(family, ranks, stages):
-                    counts = None if cut is None else cut(stages)
-                    own = None if counts is None else tuple(counts)
-                    for number in _divisors(batch) if cut is None or own is not None else ():
+                    for number in _divisors(batch):
                         wanted = asked.micro_batches is None or number in asked.micro_batches
                         # An order that is cut short is nobody's published one, and a run would warn of it.
                         if wanted and family.published(ranks, number) == number:
                             given = (family, ranks, replicas, stages, number, batch // number)
-                            yield Configuration(*given, layers=own, tensor=asked.tensor_parallel_size)
+                            yield Configuration(*given, tensor=asked.tensor_parallel_size)
 
 
 def _own_stages(family: Family, ranks: int, stages: int | None) -> int | ScheduleError:
@@ -158,13 +154,11 @@ class _Search:
             ladder = self.ladder(candidates[number])
             one = ladder[rung]
             try:
-                needed = self.held(one)
-                if needed <= self.limit:  # only now its order is worth making
-                    if (order := self.order(one)) in known:
-                        continue
-                    known.add(order)
-                    # an error tells what the smallest needs: that of the last rung is whole
-                    needed = self.peak(one, inf if one is ladder[-1] else self.limit)
+                if (order := self.order(one)) in known:
+                    continue
+                known.add(order)
+                # an error tells what the smallest needs: that of the last rung is whole
+                needed = self.peak(one, inf if one is ladder[-1] else self.limit)
                 if needed <= self.limit:
                     simulated += 1
                     best = sorted([*best, (self.predictor.seconds(one), number, one)])[:shown]
@@ -185,28 +179,10 @@ class _Search:
             self.limit,
         )
 
-    def largest(self, candidates: list[Configuration]) -> Iterator[Configuration]:
-        """Of every schedule on so many ranks the largest micro-batch that fits, best without recomputation."""
-        places: dict[object, list[Configuration]] = defaultdict(list)
-        for one in sorted(candidates, key=lambda one: -one.samples):
-            if one.micro_batches >= one.ranks:
-                places[one.family, one.ranks, one.stages].append(one)
-        for ones in places.values():
-            fitting = [(one, found) for one in ones if (found := self.fitting(one)) is not None]
-            if fitting:
-                yield next((one for one, found in fitting if found.recompute == "never"), fitting[0][0])
-
     def ladder(self, one: Configuration) -> list[Configuration]:
         """The configuration, and what becomes of it where it does not fit: each needs less memory."""
         sharded = [replace(one, shard_optimizer=sharding) for sharding in _shardings(one)]
         return [*sharded, *(replace(each, recompute="always") for each in sharded)]
-
-    def fitting(self, one: Configuration) -> Configuration | None:
-        """The first rung of its ladder that fits."""
-        for each in self.ladder(one):
-            if self.held(each) <= self.limit and self.peak(each, self.limit) <= self.limit:
-                return each
-        return None
 
     def peak(self, one: Configuration, limit: float = inf) -> float:
         """The most bytes that a rank holds, as of `Predictor.peak`; nobody asks where there is no limit."""
@@ -217,16 +193,6 @@ class _Search:
         schedule = self.predictor.schedule(one, self.predictor.numbers(one)[-1])
         places, sync = frozenset(schedule.placement.items()), schedule.options.get("sync")
         return replace(one, family=schedules.get("gpipe")), schedule.actions, places, sync
-
-    def held(self, one: Configuration) -> float:
-        """Bytes that some rank holds however the schedule orders: what its stages hold all the time; as of `peak`."""
-        if self.limit == inf:
-            return 0.0
-        layers, pipes = self.predictor.layers(one), one.family.pipes
-        copies = [one.replicas * pipes] * one.stages
-        memory = stage_memory(self.predictor.profile, layers, one.samples, copies, one.shard_optimizer)
-        stages = [memory.at(stage) for stage in range(one.stages)]
-        return float(sum(each.weights + each.summed + each.optimizer for each in stages) * pipes / one.ranks)
 
     def bound(self, one: Configuration) -> float:
         """A time that the configuration takes at least: its ranks' work, and their waits at both ends of a batch.

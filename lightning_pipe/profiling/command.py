@@ -58,12 +58,12 @@ def measure_named(
 ) -> tuple[CostProfile, Path]:
     """In each process: make the module and its batch, measure, and say where runs look for it."""
     from lightning_pipe.partition import find_layers
-    from lightning_pipe.planning.profile_store import ProfileStore
+    from lightning_pipe.planning.layer_sizes import profile_path
     from lightning_pipe.profiling.measure import measure_profile
 
     module = made_module(place, arguments, str(transport.device))
     found = measure_profile(transport, module, _batch(module, batch), **options)
-    return found, ProfileStore(module, find_layers(module, options["layers"]), {}).path
+    return found, profile_path(module, find_layers(module, options["layers"]))
 
 
 def _batch(module: Any, place: str | None) -> Any:

@@ -6,11 +6,11 @@ import copy
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,6 @@ class _InOrder(Family):
         return [[Action(kind, 0, number) for number in range(micro_batches) for kind in (Kind.FORWARD, *back)]]
 
 
-class _Times(NamedTuple):
-    """Per action ``(kind, stage)``, so that they add up to a batch; and per batch what passes besides the actions."""
-
-    actions: Mapping[tuple[Kind, int], float]
-    beside: float
-
-
 def measure_layers(
     module: nn.Module,
     paths: str | Sequence[str] | None,
@@ -77,26 +70,27 @@ def measure_layers(
     own = copy.deepcopy(module).to(device)
     layers = find_layers(own, paths)
     count = len(layers)
-    single = _times(_pipeline(own, paths, [1] * count, device), step, own, part, rounds)
-    whole = split = single  # of one layer there is no more to measure: the first stage does not divide its pass
+    single, beside_single = _times(_pipeline(own, paths, [1] * count, device), step, own, part, rounds)
+    # of one layer there is no more to measure: the first stage does not divide its pass
+    whole, beside_whole, split = single, beside_single, single
     if count > 1:
-        whole = _times(_pipeline(own, paths, [count], device), step, own, part, rounds)
-        split = _times(_pipeline(own, paths, [1] * count, device, halves=True), step, own, part, rounds)
+        whole, beside_whole = _times(_pipeline(own, paths, [count], device), step, own, part, rounds)
+        split, _ = _times(_pipeline(own, paths, [1] * count, device, halves=True), step, own, part, rounds)
     saved, boundary = _bytes(_pipeline(own, paths, [count], device), step, own, part)
 
     times: dict[Kind, tuple[float, ...]] = {}
     per_stage: dict[Kind, float] = {}
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        alone = [single.actions[kind, number] for number in range(count)]
-        extra = 0.0 if count == 1 else max(0.0, (sum(alone) - whole.actions[kind, 0]) / (count - 1))
+        alone = [single[kind, number] for number in range(count)]
+        extra = 0.0 if count == 1 else max(0.0, (sum(alone) - whole[kind, 0]) / (count - 1))
         per_stage[kind] = min(extra, *alone)
         times[kind] = tuple(each - per_stage[kind] for each in alone)
     towards_input, towards_weights = (
-        tuple(max(0.0, split.actions[kind, number] - per_stage[Kind.BACKWARD] / 2) for number in range(1, count))
+        tuple(max(0.0, split[kind, number] - per_stage[Kind.BACKWARD] / 2) for number in range(1, count))
         for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
     actions = 2 * _MICRO_BATCHES * (count - 1)
-    overhead = max(0.0, (single.beside - whole.beside) / actions) if actions else 0.0
+    overhead = max(0.0, (beside_single - beside_whole) / actions) if actions else 0.0
     costs = SizeCosts(
         times[Kind.FORWARD],
         times[Kind.BACKWARD],
@@ -131,7 +125,10 @@ def _train(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, seed: i
     module.zero_grad()
 
 
-def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds: int) -> _Times:
+def _times(
+    pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds: int
+) -> tuple[dict[tuple[Kind, int], float], float]:
+    """Per action ``(kind, stage)``, so that they add up to a batch; and per batch what passes besides the actions."""
     _train(pipeline, step, module, part, 0)
     samples: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     beside, busy = [], []
@@ -147,7 +144,7 @@ def _times(pipeline: Pipeline, step: Step, module: nn.Module, part: Any, rounds:
     medians = {key: statistics.median(each) for key, each in samples.items()}
     # A batch is the sum of its actions, of which some are always slow: a sum of medians would leave these out.
     missed = statistics.median(busy) / (_MICRO_BATCHES * sum(medians.values()))
-    return _Times({key: missed * each for key, each in medians.items()}, statistics.median(beside))
+    return {key: missed * each for key, each in medians.items()}, statistics.median(beside)
 
 
 def settled() -> float:
@@ -164,47 +161,36 @@ def _crossing_bytes(args: Any, kwargs: Any) -> int:
     return sum(tensor.nbytes for tensor in [each for each in tensors if each.requires_grad] or tensors)
 
 
-class _Bytes:
-    """Bytes of the activations that each layer is called with, and of what autograd keeps, in the first micro-batch.
+def _bytes(pipeline: Pipeline, step: Step, module: nn.Module, part: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What each layer keeps for its backward pass, and what it hands to the next, in the first micro-batch.
 
     What autograd keeps counts at the layer that runs, what the user's step does before the first layer at that, and
     afterwards, such as the loss, at the last. What several layers keep, as the result of one and the input of the
-    next, counts at the first of them.
-
-    Args:
-        module: whose parameters are kept anyway.
+    next, counts at the first of them. Parameters are kept anyway.
     """
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    inputs: dict[int, int] = {}
+    kept: dict[int, tuple[int, int]] = {}
+    done = False
 
-    def __init__(self, module: nn.Module) -> None:
-        self.inputs: dict[int, int] = {}
-        self.kept: dict[int, tuple[int, int]] = {}
-        self._layer, self._done = 0, False
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    def before_layer(number: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal done
+        done = done or number in inputs
+        inputs.setdefault(number, _crossing_bytes(args, kwargs))
 
-    def before_layer(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """A layer is about to run: a hook of its forward pass."""
-        self._done = self._done or number in self.inputs
-        self._layer = max(self._layer, number)
-        self.inputs.setdefault(number, _crossing_bytes(args, kwargs))
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Autograd is about to keep a tensor."""
+    def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if not self._done and storage.data_ptr() not in self._parameters:
-            self.kept.setdefault(storage.data_ptr(), (self._layer, storage.nbytes()))
+        if not done and storage.data_ptr() not in parameters:
+            kept.setdefault(storage.data_ptr(), (max(inputs, default=0), storage.nbytes()))
         return tensor
 
-
-def _bytes(pipeline: Pipeline, step: Step, module: nn.Module, part: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What each layer keeps for its backward pass, and what it hands to the next."""
-    found, number = _Bytes(module), len(pipeline.names)
     with ExitStack() as hooks:
         for place, (_, called) in enumerate(pipeline.layers):
-            handle = called.register_forward_pre_hook(partial(found.before_layer, place), with_kwargs=True)
+            handle = called.register_forward_pre_hook(partial(before_layer, place), with_kwargs=True)
             hooks.callback(handle.remove)
-        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor))
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
         _train(pipeline, step, module, part, 0)
-    saved = [0.0] * number
-    for layer, size in found.kept.values():
+    saved = [0.0] * len(pipeline.names)
+    for layer, size in kept.values():
         saved[layer] += size
-    return tuple(saved), tuple(float(found.inputs.get(layer + 1, 0)) for layer in range(number))
+    return tuple(saved), tuple(float(inputs.get(layer + 1, 0)) for layer in range(len(saved)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,16 +25,10 @@ _PARAMETERS = 16
 """Whose gradients are summed at once."""
 
 
-class Machine(NamedTuple):
-    """What `measure_machine` finds: see `CostProfile`."""
+def measure_machine(transport: Transport, rounds: int, overhead: float) -> dict[str, Any]:
+    """The fields ``message``, ``all_reduce`` and ``batch`` of a `CostProfile`, measured with all processes. Collective.
 
-    message: Link
-    all_reduce: Link
-    batch: float
-
-
-def measure_machine(transport: Transport, rounds: int, overhead: float) -> Machine:
-    """Measure with all processes of a transport. Collective; the figures are those of rank 0 everywhere.
+    The figures are those of rank 0 everywhere.
 
     Args:
         transport: of one pipeline.
@@ -42,7 +36,7 @@ def measure_machine(transport: Transport, rounds: int, overhead: float) -> Machi
         overhead: seconds of the engine per compute action, which are no part of a message.
     """
     if transport.topology.ranks == 1:
-        return Machine(Link(), Link(), 0.0)
+        return {"message": Link(), "all_reduce": Link(), "batch": 0.0}
     everyone = transport.topology.everyone
     transport.connect([Channel(0, 1, _THERE), Channel(1, 0, _BACK)])
     large, small = (_median(rounds, partial(_round_trip, transport, size)) / 2 for size in (_LARGE, _SMALL))
@@ -53,7 +47,7 @@ def measure_machine(transport: Transport, rounds: int, overhead: float) -> Machi
     steps, share = Link(alpha=1).all_reduce(0, members), Link(beta=1).all_reduce(1, members)
     reduce_beta = max(0.0, (many - few) / (_LARGE - _SMALL) / float(share))
     latency, batch = _through_the_engine(transport, rounds, overhead)
-    found = Machine(Link(latency, beta), Link(few / float(steps), reduce_beta), batch)
+    found = {"message": Link(latency, beta), "all_reduce": Link(few / float(steps), reduce_beta), "batch": batch}
     return transport.all_gather_object(found, everyone)[0]  # type: ignore[no-any-return]
 
 

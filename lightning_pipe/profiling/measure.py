@@ -48,7 +48,8 @@ def measure_profile(
     if rounds < 1:
         raise ConfigurationError(f"At least one repetition is measured, not rounds={rounds}.")
     place = transport.device
-    batch = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, _one_batch(batch))
+    batch = next(iter(batch)) if isinstance(batch, DataLoader) else batch
+    batch = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, batch)
     sizes = _sizes(batch, micro_batch_sizes)
     everyone = transport.topology.everyone
     found, overheads = {}, []
@@ -71,8 +72,7 @@ def measure_profile(
         },
     )
     together = merged(transport.all_gather_object(own, everyone))
-    machine = measure_machine(transport, 4 * rounds, together.overhead)
-    return replace(together, message=machine.message, all_reduce=machine.all_reduce, batch=machine.batch)
+    return replace(together, **measure_machine(transport, 4 * rounds, together.overhead))
 
 
 def run_conditions(device: torch.device, precision: str = "32-true") -> dict[str, str]:
@@ -107,11 +107,6 @@ def default_step(module: nn.Module, part: Any) -> Any:
     result = module(**part) if isinstance(part, dict) else module(*part) if isinstance(part, tuple) else module(part)
     loss = getattr(result, "loss", None)
     return loss if loss is not None else next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)).sum()
-
-
-def _one_batch(batch: Any) -> Any:
-    """The first batch of a loader, or the batch itself."""
-    return next(iter(batch)) if isinstance(batch, DataLoader) else batch
 
 
 def first(batch: Any, number: int) -> Any:

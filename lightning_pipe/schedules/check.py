@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from lightning_pipe.errors import ScheduleError
@@ -110,11 +111,8 @@ def _no_block(schedule: Schedule, first: Action | None, second: Action) -> str |
 
 def _check_complete(schedule: Schedule, done: set[Result]) -> None:
     wanted = (FORWARD_DONE,) if schedule.forward_only else (FORWARD_DONE, GRADIENT_DONE, WEIGHT_DONE)
-    for what in wanted:
-        for micro_batch in range(schedule.micro_batches):
-            for stage in range(schedule.stages):
-                if (what, stage, micro_batch) not in done:
-                    raise ScheduleError(
-                        f"Schedule {schedule.name!r} never runs {_LETTERS[what]} "
-                        f"of micro-batch {micro_batch} at stage {stage}."
-                    )
+    for what, micro_batch, stage in product(wanted, range(schedule.micro_batches), range(schedule.stages)):
+        if (what, stage, micro_batch) not in done:
+            raise ScheduleError(
+                f"Schedule {schedule.name!r} never runs {_LETTERS[what]} of micro-batch {micro_batch} at stage {stage}."
+            )

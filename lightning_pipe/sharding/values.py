@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipe.construction import materialize
 from lightning_pipe.local_parts import DATA, dimensions, is_divided, local
 from lightning_pipe.parameters.ownership import Ownership, named_tensors
-from lightning_pipe.parameters.releasing import drop_graphs
+from lightning_pipe.parameters.releasing import make_swappable
 from lightning_pipe.sharding.roots import Root, tied
 from lightning_pipe.transport.base import Transport
 
@@ -42,7 +42,7 @@ def give_values(
         What ``divide`` has returned for each.
     """
     if divide is not None:
-        drop_graphs(module)
+        make_swappable(module)
     shared, known, found = tied(module, layers), set[str](), list[T]()
     for root in roots:
         materialize(root.module)

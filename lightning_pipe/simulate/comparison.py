@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lightning_pipe import schedules
 from lightning_pipe.errors import ScheduleError
@@ -12,12 +12,9 @@ from lightning_pipe.schedules import Family, Kind, Schedule
 from lightning_pipe.schedules.dependencies import Number
 from lightning_pipe.schedules.passes.recompute import Mode
 from lightning_pipe.simulate.costs import Costs
-from lightning_pipe.simulate.simulator import simulate
+from lightning_pipe.simulate.simulator import simulate_batch
 from lightning_pipe.simulate.timeline import Timeline, ratio
 from lightning_pipe.text import table as text_table
-
-_STEADY = 24
-"""Micro-batches per rank after which a schedule without a flush repeats for sure."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ def _compared(
     except ScheduleError as error:
         return Comparison(family.label, problem=error.message)
     own = costs if stages is not None else costs.of_a_share(ratio(ranks, schedule.stages))
-    timeline = simulate_batch(schedule, built, own)
+    timeline = simulate_batch(built, micro_batches, own)
     bubble = timeline.bubble_ratio if timeline.steady is None else timeline.steady
     held = (len(schedule.stages_of(rank)) * schedule.weight_versions[rank] for rank in range(ranks))
     sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -113,21 +110,6 @@ def _compared(
         weights=ratio(max(held) * ranks, schedule.stages),
         messages=sum(action.kind in sends for order in schedules.lower(schedule) for action in order),
     )
-
-
-def simulate_batch(schedule: Schedule, build: Callable[[int], Schedule], costs: Costs) -> Timeline:
-    """The timeline of a batch; without a flush it knows the steady state, which may need more micro-batches to show.
-
-    Args:
-        schedule: the schedule of the batch.
-        build: makes the same schedule for another number of micro-batches.
-        costs: times of the actions.
-    """
-    timeline = simulate(schedule, costs)
-    if schedule.synchronous:
-        return timeline
-    run = simulate(build(max(schedule.micro_batches, _STEADY * schedule.ranks)), costs)
-    return replace(timeline, steady=run.steady_bubble_ratio)
 
 
 def table(rows: Iterable[Comparison]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -12,6 +12,9 @@ from lightning_pipe.schedules.ir import Schedule
 from lightning_pipe.schedules.passes.lower import put_off, reductions
 from lightning_pipe.simulate.costs import Costs, at_stage
 from lightning_pipe.simulate.timeline import Event, Timeline
+
+_STEADY = 24
+"""Batches, of as many micro-batches as ranks at least, after which a schedule without a flush repeats for sure."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -41,9 +44,22 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for action, start, end in timed
     ]
     timeline = Timeline.of([*events, *ends], ranks=schedule.ranks, title=schedule.name)
-    if not schedule.synchronous:
-        timeline = replace(timeline, synchronous=False, steady=timeline.repeating())
-    return timeline
+    return replace(timeline, synchronous=schedule.synchronous)
+
+
+def simulate_batch(build: Callable[[int], Schedule], micro_batches: int, costs: Costs | None = None) -> Timeline:
+    """The timeline of a batch; without a flush it knows the steady state, which needs more micro-batches to show.
+
+    Args:
+        build: makes the schedule for a number of micro-batches.
+        micro_batches: of the batch.
+        costs: times of the actions.
+    """
+    timeline = simulate(build(micro_batches), costs)
+    if timeline.synchronous:
+        return timeline
+    run = simulate(build(_STEADY * max(micro_batches, timeline.ranks)), costs)
+    return replace(timeline, steady=run.steady_bubble_ratio)
 
 
 def makespan(schedule: Schedule, costs: Costs) -> Number:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lightning_pipe.schedules.action import Kind
 from lightning_pipe.simulate.style import label, row_names, stages_of, summary, time_of
 
 if TYPE_CHECKING:
+    from lightning_pipe.schedules.action import Kind
     from lightning_pipe.simulate.timeline import Event, Timeline
 
-_BACKGROUND = {
-    Kind.FORWARD: 117,
-    Kind.BACKWARD: 214,
-    Kind.BACKWARD_INPUT: 209,
-    Kind.BACKWARD_WEIGHT: 79,
-    Kind.RECOMPUTE: 228,
-    Kind.STEP: 176,
-}
 _WIDE = 200
 _MOST_BLOCKS = 24
 
 
-def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) -> str:
+def draw(timeline: Timeline, width: int | None = None) -> str:
     """One line per rank, time to the right; each action is labelled with its kind and micro-batch.
 
     A timeline that is too long for the width goes on in further blocks of lines. Where that would take more than
@@ -34,10 +24,8 @@ def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
 
     Args:
         timeline: the timeline.
-        colour: use colours (unless the environment sets ``NO_COLOR``).
         width: columns to use at most; by default the terminal's, or 200 where there is none.
     """
-    colour = colour and "NO_COLOR" not in os.environ
     names = row_names(timeline)
     margin = max(map(len, names)) + 2
     available = max(20, (width or shutil.get_terminal_size((_WIDE, 24)).columns) - margin - 1)
@@ -55,8 +43,7 @@ def draw(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
         if start:
             lines.append(f"{'':<{margin}}time {time_of(start / scale, timeline.unit)}:")
         lines += [
-            (f"{name:<{margin}}" + _text(row[start : start + columns], colour)).rstrip()
-            for name, row in zip(names, rows, strict=True)
+            (f"{name:<{margin}}" + row[start : start + columns]).rstrip() for name, row in zip(names, rows, strict=True)
         ]
     peaks = " ".join(map(str, timeline.peak_activations))
     lines.append(f"makespan {time_of(float(timeline.makespan), timeline.unit)}, activations held, row by row: {peaks}")
@@ -78,16 +65,12 @@ def _scale(timeline: Timeline, labels: dict[Event, str], available: int) -> tupl
     return (int(most) or most) / unit, available
 
 
-def _row(row: Sequence[Event], labels: dict[Event, str], scale: float) -> list[tuple[str, Kind | None]]:
-    """A row's characters, with the kind of action that each belongs to."""
-    characters: list[tuple[str, Kind | None]] = []
+def _row(row: Sequence[Event], labels: dict[Event, str], scale: float) -> str:
+    text = ""
     for event in row:
-        start, end = (max(len(characters), round(float(time) * scale)) for time in (event.start, event.end))
-        characters += [(" ", None)] * (start - len(characters))
-        cell = _cell(labels[event], event.kind, end - start)
-        characters += [(character, event.kind) for character in cell]
-        characters += [(" ", None)] * (end - len(characters))
-    return characters
+        start, end = (max(len(text), round(float(time) * scale)) for time in (event.start, event.end))
+        text = (text.ljust(start) + _cell(labels[event], event.kind, end - start)).ljust(end)
+    return text
 
 
 def _cell(text: str, kind: Kind, width: int) -> str:
@@ -95,11 +78,3 @@ def _cell(text: str, kind: Kind, width: int) -> str:
     if width > len(text):
         return text + "─" * (width - len(text) - 1)
     return kind[0] + "─" * (width - 2) if width > 1 else kind[0] * width
-
-
-def _text(row: Sequence[tuple[str, Kind | None]], colour: bool) -> str:
-    parts = []
-    for kind, run in groupby(row, key=lambda character: character[1]):
-        text = "".join(character for character, _ in run)
-        parts.append(f"\x1b[38;5;16;48;5;{_BACKGROUND[kind]}m{text}\x1b[0m" if colour and kind else text)
-    return "".join(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -131,24 +130,13 @@ class Timeline:
         return ratio(whole - sum(self.busy), whole)
 
     @cached_property
-    def idle_in_span(self) -> tuple[Number, ...]:
-        """For every rank its idle time between its own first and last action: the bubble of the zero-bubble papers."""
-        return tuple(
-            max(event.end for event in row) - row[0].start - busy if row else 0
-            for row, busy in zip(self.compute, self.busy, strict=True)
-        )
-
-    @cached_property
     def steady_bubble_ratio(self) -> Number:
-        """Idle part of what repeats: the period in the middle of a long timeline, or else all of it.
+        """Idle part of what repeats in the middle third of a long timeline; of all of it if nothing does.
 
         A period is a number of micro-batches after which every action comes again, all after the same time.
         """
-        found = self.repeating() if self.steady is None else self.steady
-        return self.bubble_ratio if found is None else found
-
-    def repeating(self) -> Number | None:
-        """Idle part of what repeats in the middle third; ``None`` if nothing does."""
+        if self.steady is not None:
+            return self.steady
         by_micro_batch: dict[int, dict[tuple[object, ...], Event]] = defaultdict(dict)
         for event in chain.from_iterable(self.compute):
             if event.micro_batch is not None:
@@ -162,7 +150,7 @@ class Timeline:
                 work = sum(event.end - event.start for event in chain.from_iterable(repeated))
                 whole = self.ranks * period
                 return ratio(whole - work, whole)
-        return None
+        return self.bubble_ratio
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
@@ -189,7 +177,7 @@ class Timeline:
     def __str__(self) -> str:
         from lightning_pipe.simulate.terminal import draw
 
-        return draw(self, colour=sys.stdout.isatty())
+        return draw(self)
 
 
 def _period(

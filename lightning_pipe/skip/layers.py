@@ -70,11 +70,8 @@ class SkippableMixin(nn.Module):
 
     def drive(self, steps: Any) -> Any:
         """Run a forward method that yields `stash` and `pop`, and return its result."""
-        if not isinstance(steps, Generator):
-            done: set[str] = set()
-            result = steps
-        else:
-            result, done = self._drive(steps)
+        done: set[str] = set()
+        result = self._drive(steps, done) if isinstance(steps, Generator) else steps
         missing = (self.stashable | self.poppable) - done
         if missing:
             raise SkipError(
@@ -83,14 +80,13 @@ class SkippableMixin(nn.Module):
             )
         return result
 
-    def _drive(self, steps: Generator[Any, Any, Any]) -> tuple[Any, set[str]]:
-        done: set[str] = set()
+    def _drive(self, steps: Generator[Any, Any, Any], done: set[str]) -> Any:
         answer: Any = None
         while True:
             try:
                 request = steps.send(answer)
             except StopIteration as end:
-                return end.value, done
+                return end.value
             answer = self._answer(request)
             done.add(request.name)
 

@@ -122,7 +122,8 @@ class DividedModule:
         trainer, device = module.trainer, world.transport.device
         every = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         check_norms(module, world.layout.world_size, every=every)
-        conditions = run_conditions(device, str(trainer.precision))
+        here = run_conditions(device, str(trainer.precision))
+        conditions = {name: here[name] for name in ("device", "precision")}
         try:
             check_module(module)
             if later and not known_layers(module, options.layers):  # modules may be missing

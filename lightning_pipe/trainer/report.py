@@ -33,9 +33,8 @@ def peak_memory() -> tuple[int, int]:
 
 
 def _bubble(pipeline: Pipeline, costs: Costs | None, micro_batches: int) -> float:
-    stream = None if pipeline.asynchronous is None else pipeline.asynchronous.stream
     # of a training batch, with the stages of all passes
-    return predicted_bubble((pipeline.in_passes or pipeline).schedule, micro_batches, stream, costs)
+    return predicted_bubble(pipeline.schedule, micro_batches, costs)
 
 
 @dataclass

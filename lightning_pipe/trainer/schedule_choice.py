@@ -13,8 +13,7 @@ from lightning_pipe import schedules
 from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto, Sharding, divided
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import find_layers
-from lightning_pipe.planning.layer_sizes import estimated
-from lightning_pipe.planning.profile_store import ProfileStore
+from lightning_pipe.planning.layer_sizes import estimated, profile_path, stored
 from lightning_pipe.planning.search import search, usual
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules import Family
@@ -87,17 +86,18 @@ def choose(
         ) from error
     if ranks == 1:
         return ScheduleChoice(schedules.get("1f1b"), "one rank waits for nobody", recompute)
-    store = ProfileStore(module, sequence, {**run_conditions(device), "ranks": str(ranks)})
+    conditions = {**run_conditions(device), "ranks": str(ranks)}
+    del conditions["precision"]  # the strategy knows it when the run has begun
     profile, source = estimated(module, sequence), "the layers' parameters; `lightning-pipe profile` measures them"
     limit = None  # without a profile nothing is known of activations
     try:
-        if (stored := store.load("device", "threads", "cores", "torch", "ranks")) is not None:
-            profile, source = stored, str(store.path)
+        if (found := stored(module, sequence, conditions)) is not None:
+            profile, source = found, str(profile_path(module, sequence))
             limit = memory_of_a_process(device, processes)
     except ConfigurationError as error:
         source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
     number = MICRO_BATCHES_PER_RANK * ranks if micro_batches == "auto" else micro_batches
-    found = search(
+    result = search(
         profile,
         ranks,
         number * min(profile.sizes),
@@ -107,9 +107,9 @@ def choose(
         shown=2,
         memory=limit,
     )
-    own = found.best.configuration
+    own = result.best.configuration
     chosen = own.recompute if recompute == "never" else recompute
-    return ScheduleChoice(own.family, f"{found.reason} By {source}", chosen, own.shard_optimizer)
+    return ScheduleChoice(own.family, f"{result.reason} By {source}", chosen, own.shard_optimizer)
 
 
 def memory_of_a_process(device: torch.device, processes: int) -> float:

@@ -16,7 +16,6 @@ from lightning_pipe.config import Auto, Sharding
 from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.engine.refusals import check_layers, check_quantized
 from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from lightning_pipe.partition import (
     AUTO,
@@ -30,8 +29,8 @@ from lightning_pipe.partition import (
 )
 from lightning_pipe.partition.calls import Call, CallStore, of_step, work_of
 from lightning_pipe.partition.choice import MOST_PASSES, Chosen, choose, line, serves
+from lightning_pipe.planning.layer_sizes import stored
 from lightning_pipe.planning.prediction import stage_costs
-from lightning_pipe.planning.profile_store import ProfileStore
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.several_passes import may_repeat
@@ -101,7 +100,7 @@ class StageDivision:
         module: the LightningModule.
         world: the processes, with the number of stages; process 0 knows the costs, and what earlier runs have called.
         calls: has what earlier runs have called.
-        conditions: what costs depend on besides the module.
+        conditions: that costs must have been measured under.
     """
 
     options: StageOptions
@@ -217,8 +216,6 @@ class StageDivision:
                     f"balance asks for {asked} layers in the stages; an earlier run has divided them as {counts}.",
                     hint="Leave balance out, or gather the module after that run: trainer.strategy.whole_module()",
                 )
-        check_layers(layers, len(counts))
-        check_quantized(module, len(counts))
         if whole is not None:
             undivided.divide(whole, layers, counts, passes, deferred_batch_norm=options.deferred_batch_norm)
             return Division(whole, notes, costs, built)
@@ -249,8 +246,8 @@ class StageDivision:
         by: str = "parameters" if balance == AUTO else balance if isinstance(balance, str) else "the given costs"
         measured = found = None
         if balance == "time" or balance == "memory":
-            store = ProfileStore(module, layers, self.conditions)
-            found = world.broadcast(store.load("device", "precision") if world.transport.process == 0 else None, 0)
+            known = stored(module, layers, self.conditions) if world.transport.process == 0 else None
+            found = world.broadcast(known, 0)
             if found is not None:
                 in_flight, again = self._in_flight() if balance == "memory" else 1, self.options.recompute != "never"
                 measured = found.layer_costs(balance, in_flight, recompute=again)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts
 from lightning_pipe.planning.prediction import Configuration, Predictor
 from lightning_pipe.planning.search import search
 from lightning_pipe.schedules import Chimera, Schedule
 from lightning_pipe.simulate import Costs, Memory
-from recipes.reproduce.counted import sizes_of_stages
-from recipes.reproduce.memory import BLOCK, DEVICE, activation, of_stages, peaks
+from recipes.reproduce.memory import DEVICE, of_stages, peaks
 from recipes.reproduce.piz_daint import BLOCKS, Machine
 from recipes.reproduce.results import Result, Row
 from recipes.reproduce.throughput import UNIT, modelled
@@ -43,18 +44,34 @@ class OnPizDaint(Predictor):
         """Of equal stages, as in Figure 9."""
         return of_stages(self.model, one.stages, one.samples)
 
+    def seconds(self, one: Configuration) -> float:
+        """Of equal stages alone."""
+        return float("inf") if BLOCKS[self.model] % one.stages else super().seconds(one)
+
+    def best(self, nodes: int, total: int, depth: int, **options: Any) -> Configuration:
+        """The fastest that fits."""
+        limit = DEVICE * 1e9 / self.machine.allocator
+        found = search(self, nodes, total, memory=limit, pipeline_parallel_size=depth, shown=1, **options)
+        return found.best.configuration
+
+    def largest(self, nodes: int, total: int, depth: int) -> Configuration:
+        """The largest micro-batch that fits, best without recomputation: the rule of Chimera's section 3.4."""
+        fitting = []
+        for number in range(depth, total * depth // nodes + 1):
+            with suppress(ConfigurationError):
+                fitting.append(self.best(nodes, total, depth, families=["chimera"], micro_batches=[number]))
+        return next((one for one in fitting if one.recompute == "never"), fitting[0])
+
 
 def _blocks(machine: Machine, model: str) -> CostProfile:
-    """The least that blocks take, by which the search leaves configurations out."""
+    """The least time that blocks take, by which the search leaves configurations out."""
     blocks = BLOCKS[model]
-    sizes = sizes_of_stages(model, blocks)
-    layers = tuple(LayerSizes(f"block {number}", size, 4 * size) for number, size in enumerate(sizes))
+    layers = tuple(LayerSizes(f"block {number}", 0, 0) for number in range(blocks))
 
     def costs(batch: int) -> SizeCosts:
         forward, backward = machine.block(model, batch)
-        kept = float(activation(*BLOCK[model]) * batch)
-        there, back, half = ((each,) * blocks for each in (forward, backward, backward / 2))
-        return SizeCosts(there, back, half, (kept,) * blocks, (0.0,) * blocks)
+        there, back, half, none = ((each,) * blocks for each in (forward, backward, backward / 2, 0.0))
+        return SizeCosts(there, back, half, none, none)
 
     return CostProfile(model, layers, {size: costs(size) for size in SIZES})
 
@@ -69,39 +86,23 @@ def searched(machine: Machine, cases: dict[str, dict[str, Any]]) -> Result:
     rows = []
     for model, case in cases.items():
         nodes, total, predictor = case["nodes"], case["total"], OnPizDaint(machine, model)
-        limit = DEVICE * 1e9 / machine.allocator
-
-        def best(predictor: Predictor = predictor, limit: float = limit, **options: Any) -> Configuration:
-            blocks = BLOCKS[predictor.profile.module]
-            equal = lambda stages: None if blocks % stages else [blocks // stages] * stages  # noqa: E731
-            return search(predictor, memory=limit, cut=equal, shown=1, **options).best.configuration
-
         speeds = {}
-        for depth, batch in case["batches"].items():
-            given = {"ranks": nodes, "global_batch": total, "pipeline_parallel_size": depth}
-            one = best(families=["chimera"], greedy=True, **given)
-            what = f"{model}, D={depth}: the largest micro-batch that fits, and whether recomputed"
-            printed, own = (
-                f"B{size}{', R' * again}" for size, again in (batch, (one.samples, one.recompute != "never"))
-            )
-            most = max(peaks(model, "Chimera", depth, batch[0], total * depth // (nodes * batch[0])))
-            need = f"{machine.allocator * most:.1f} GB of {DEVICE:.0f}"
-            note = f"the paper's takes {need} by the model without recomputation"
-            rows.append(Row(what, printed, own, "exact", note=note))
+        for depth, (size, redone) in case["batches"].items():
+            one = predictor.largest(nodes, total, depth)
             again = one.recompute != "never"
+            what = f"{model}, D={depth}: the largest micro-batch that fits, and whether recomputed"
+            printed, own = f"B{size}{', R' * redone}", f"B{one.samples}{', R' * again}"
+            most = machine.allocator * max(peaks(model, "Chimera", depth, size, total * depth // (nodes * size)))
+            note = f"the paper's takes {most:.1f} GB of {DEVICE:.0f} by the model without recomputation"
+            rows.append(Row(what, printed, own, "exact", note=note))
             speeds[_place(one)] = modelled(machine, model, one.replicas, depth, one.samples, total, again)
         chosen = max(speeds, key=lambda place: speeds[place])
         note = ", ".join(f"{place} {speed:.1f}" for place, speed in speeds.items())
         what = f"{model}: the choice of Equation (1) among them"
         rows.append(Row(what, case["chosen"], chosen, "exact", note=f"{note} {UNIT}"))
         for title, families in (("Chimera", ["chimera"]), ("every schedule with a flush", None)):
-            found = min(
-                (
-                    best(ranks=nodes, global_batch=total, pipeline_parallel_size=depth, families=families)
-                    for depth in case["batches"]
-                ),
-                key=predictor.seconds,
-            )
+            ones = [predictor.best(nodes, total, depth, families=families) for depth in case["batches"]]
+            found = min(ones, key=predictor.seconds)
             speed = total / predictor.seconds(found)
             note = f"{found.label}: {speed:.1f} {UNIT}; the paper's fastest measured {case['speed']}"
             what, fastest = f"{model}, {title}: the fastest set-up", case["fastest"] if families else None

@@ -143,14 +143,15 @@ def _flushed(transport: Transport, case: Case) -> float:
 def _streamed(transport: Transport, case: Case) -> float:
     """Once the pipeline is filled: of the first rank's time over several batches."""
     pipeline, net, parts = _pipeline(transport, case)
+    stream: Any = pipeline.asynchronous
     filled = 3 * transport.topology.ranks // case.micro_batches + THOROUGH
     start = asleep = 0.0
     for number in range(filled + case.batches):
         if number == filled:
             start, asleep = time.monotonic(), slept()
-        pipeline.advance(lambda _, part: net(part.requires_grad_()).sum(), parts, [1 / len(parts)] * len(parts))
+        stream.advance(lambda _, part: net(part.requires_grad_()).sum(), parts, [1 / len(parts)] * len(parts))
         net.zero_grad()  # in the place of a step
     found = 1 - (slept() - asleep) / (time.monotonic() - start)
-    for _ in pipeline.drain():
+    for _ in stream.drain():
         net.zero_grad()
     return float(transport.all_gather_object(found, tuple(range(transport.topology.ranks)))[0])

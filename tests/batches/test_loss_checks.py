@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from tests.engine.first_batch.test_trial_losses import fit
 from tests.support.model_zoo import ZOO
-from tests.support.pairs import every_second, pairs
+from tests.support.pairs import every_second, pairs, slow_but
 from tests.support.processes import run_trainers
 
 MESSAGE = "depends on which samples are together"
@@ -199,7 +199,7 @@ def test_no_false_alarms(module: type[Mixing], dtype: torch.dtype) -> None:
         assert fit(module(dtype), [batch(dtype)] * 2, **options) == []
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "llama", "t5"])
+@pytest.mark.parametrize("name", slow_but(["mlp", "gpt2", "bert", "llama", "t5"], "mlp", "gpt2", "t5"))
 def test_no_false_alarms_with_real_models(name: str) -> None:
     entry = ZOO[name]
     for dtype in (torch.float64, torch.float32):

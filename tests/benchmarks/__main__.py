@@ -14,13 +14,11 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 BENCHMARKS = {
     "engine_cost": "cost of the engine per action, and of interception",
-    "links": "time of a batch over a slow network, with layers that sleep, beside the simulated one",
     "overlap": "sums over replicas beside the cool-down, with layers that sleep",
     "families": "bubble of every synchronous schedule, with layers that sleep, and the gain of Chimera",
-    "chimera": "Chimera over 1F1B with matrix products of four sizes, beside the simulated gain",
+    "chimera": "Chimera over 1F1B with matrix products of four sizes",
     "evaluation": "time of validate, test and predict, with layers that sleep",
     "trainer_cost": "time of a small batch under the Trainer, beside DDP and the bare engine",
-    "loading": "bytes and time to bring batches of large images to all ranks",
     "generation": "tokens per second of generate() in an evaluation step, beside one device's",
     "asynchronous": "bubble of the schedules without a flush under a Trainer, with layers that sleep",
     "prediction": "predicted step times of twelve configurations against measured ones, and the choice among them",

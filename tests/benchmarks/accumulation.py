@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import statistics
 import time
-import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_pipe
 from tests.benchmarks.against_torch import Block
 from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.support.oracle import SILENT
+from tests.support.trainer_runs import quiet
 
 WIDTH, SAMPLES, BLOCKS, STEPS = 512, 32, 8, 8
 SLOWER = 0.97
@@ -61,8 +61,7 @@ class Stopwatch(L.Callback):
 
 def run(quick: bool) -> list[Finding]:
     """The plain Trainer's time over ours."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet()
     findings = []
     for micro_batches in (4, 8):
 
@@ -95,10 +94,7 @@ def fit(batch_size: int, **options: Any) -> float:
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
         callbacks=[stopwatch],
         **options,
     )

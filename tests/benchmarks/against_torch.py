@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import DualPipeV, Family, GPipe, Interleaved, OneFOneB, Schedule, ZeroBubble
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
-from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.benchmarks.measure import Finding, Ratio, alternate, batch_seconds
 from tests.support import processes
 
 RANKS, BLOCKS, MICRO_BATCHES = 2, 8, 8
@@ -109,23 +109,12 @@ def compare(
     pair = PAIRS[family]
     theirs, order = yardstick(transport, copy.deepcopy(blocks), pair, x, y)
 
-    def timed(batch: Callable[[], None]) -> Callable[[], float]:
-        def measure() -> float:
-            transport.barrier()
-            start = time.perf_counter()
-            batch()
-            seconds = torch.tensor(time.perf_counter() - start)
-            transport.all_reduce(seconds, (0, 1), "max").wait()
-            return float(seconds)
-
-        return measure
-
     with ExitStack() as lasting:
         ours = engine(transport, copy.deepcopy(blocks), pair.ours or schedules.get(order), x, y, lasting)
         for _ in range(3):
             ours()
             theirs()
-        return alternate(timed(ours), timed(theirs), rounds)
+        return alternate(partial(batch_seconds, transport, ours), partial(batch_seconds, transport, theirs), rounds)
 
 
 def engine(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import logging
 import statistics
 import time
-import warnings
 from contextlib import redirect_stdout
 from itertools import pairwise
 
@@ -20,6 +18,8 @@ from lightning_pipe.simulate import simulate
 from recipes.reproduce.sleeping import Sleeper
 from tests.benchmarks.measure import Finding
 from tests.support import processes
+from tests.support.oracle import SILENT
+from tests.support.trainer_runs import quiet
 
 TOLERANCES = {4: 0.03, 8: 0.05}
 FORWARD, BACKWARD, ROWS = 0.04, 0.08, 4
@@ -81,8 +81,7 @@ def measure(process: int, schedule: str, ranks: int, micro_batches: int, batches
     """When each call of ``training_step`` ended."""
     from lightning_pipe import PipeStrategy
 
-    warnings.simplefilter("ignore")
-    logging.disable()
+    quiet()
     module = Sleeping(ranks * RUNS // micro_batches, micro_batches)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -90,10 +89,7 @@ def measure(process: int, schedule: str, ranks: int, micro_batches: int, batches
         strategy=PipeStrategy(schedule=schedule, micro_batches=micro_batches, layers="layers"),
         max_epochs=1,
         limit_train_batches=batches,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
     )
     with redirect_stdout(io.StringIO()):  # the plan, and the closing line with start and end in it
         trainer.fit(module)

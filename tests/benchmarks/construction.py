@@ -51,10 +51,10 @@ def model(layers: int, width: int) -> GPT2LMHeadModel:
 
 
 class Peaks(L.Callback):
-    """The peak before the first batch."""
+    """The peak before the first batch and up to the end of the first step, and what is held."""
 
-    def __init__(self, start: int) -> None:
-        self.start, self.built, self.held, self.largest = start, 0, 0, 0
+    def __init__(self) -> None:
+        self.start = self.built = self.stepped = self.held = self.largest = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.built = peak() - self.start
@@ -63,6 +63,10 @@ class Peaks(L.Callback):
         assert strategy.pipeline is not None
         sizes = [parameter.nbytes for _, parameter in strategy.pipeline.local_parameters()]
         self.held, self.largest = sum(sizes), max(sizes)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            self.stepped = peak() - self.start
 
 
 def peak() -> int:
@@ -126,7 +130,7 @@ def measure(process: int, ranks: int, way: str, folder: Path, **size: Any) -> tu
     """Build and divide; the peak, what is held afterwards, and the largest parameter of it."""
     quiet()
     warnings.filterwarnings("ignore")
-    peaks = Peaks(0)
+    peaks = Peaks()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=ranks,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +15,8 @@ from torch.utils.data import DataLoader
 from recipes.reproduce.sleeping import Sleeper
 from tests.benchmarks.measure import Finding
 from tests.support import processes
+from tests.support.oracle import SILENT
+from tests.support.trainer_runs import quiet
 
 BATCHES, OF_PRODUCTS = 50, 20
 TOLERANCE = 0.10
@@ -27,8 +27,6 @@ LONGER = 0.1
 STEPS = ("validate", "test", "predict")
 WIDTH, SAMPLES, PRODUCTS = 1024, 512, 8
 """Of the layers that multiply: their width, the samples of a batch, and how many there are."""
-SEVERAL_STAGES = ("interleaved", "dualpipev")
-"""Schedules with two stages on each rank: in a loop, and in a V."""
 
 
 class Lit(L.LightningModule):
@@ -84,7 +82,7 @@ def run(quick: bool) -> list[Finding]:
         findings += sleeping(ranks, 1 if quick else 3)
     if not quick:
         findings += sleeping(8, 3, LONGER)
-    return [*findings, *several_stages(), *products(3 if quick else 7)]
+    return [*findings, *products(3 if quick else 7)]
 
 
 def sleeping(ranks: int, rounds: int, seconds: float = FORWARD) -> list[Finding]:
@@ -137,27 +135,6 @@ def _spread(found: Sequence[float]) -> str:
     return f"{statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f})"
 
 
-def several_stages() -> list[Finding]:
-    """The share of one device's time that two ranks with two stages each take, a first batch alone included."""
-    alone = {name: seconds[-1] for name, seconds in measure(0, 4, None).items()}
-    findings = []
-    for schedule in SEVERAL_STAGES:
-        found = processes.run_trainers(measure, 2, timeout=120, sleeping=4, devices=2, schedule=schedule, times=2)[0]
-        several = {name: seconds[-1] for name, seconds in found.items()}
-        # without the first batch alone: two slots for each batch, and those in which the pipeline fills
-        expected = (2 * BATCHES + 1) / (4 * BATCHES)
-        findings += [
-            Finding(
-                f"{name}, 2 ranks, {schedule}",
-                f"{several[name]:.2f} s of {alone[name]:.2f} s: {several[name] / alone[name]:.3f}",
-                f"{expected:.3f} by the order of batches; no target",
-                None,
-            )
-            for name in STEPS
-        ]
-    return findings
-
-
 def products(rounds: int) -> list[Finding]:
     """How much faster two ranks are than one device where layers multiply matrices: training, and evaluation."""
     ratios: dict[str, list[float]] = {name: [] for name in ("fit", *STEPS)}
@@ -182,7 +159,6 @@ def measure(
     process: int,
     sleeping: int,
     devices: int | None,
-    schedule: str = "1f1b",
     batches: int = BATCHES,
     times: int = 1,
     seconds: float = FORWARD,
@@ -196,26 +172,21 @@ def measure(
         process: this one.
         sleeping: layers that sleep; 0: layers that multiply.
         devices: of the pipeline; ``None``: one plain device.
-        schedule: of the pipeline.
         batches: how many, where layers sleep.
         times: how often each is repeated.
         seconds: that a layer sleeps.
     """
     from lightning_pipe import PipeStrategy
 
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet()
     stopwatch = Stopwatch()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices or 1,
-        strategy=PipeStrategy(schedule=schedule) if devices else "auto",
+        strategy=PipeStrategy(schedule="1f1b") if devices else "auto",
         max_epochs=1,
         callbacks=[stopwatch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
     )
     samples, width, batches = (ROWS, 4, batches) if sleeping else (SAMPLES, WIDTH, OF_PRODUCTS)
     module, data = Lit(sleeping, seconds), DataLoader(torch.ones(samples * batches, width), batch_size=samples)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from typing import Any
 
 import lightning as L
@@ -16,6 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_pipe import PipeStrategy
 from tests.benchmarks.measure import Finding
 from tests.support import processes
+from tests.support.oracle import SILENT
+from tests.support.trainer_runs import quiet
 
 LAYERS, WIDTH, SAMPLES, PROMPT = 8, 512, 4, 16
 
@@ -41,12 +41,10 @@ class Generates(L.LightningModule):
 
 def predict(process: int, ranks: int, tokens: int) -> tuple[float, list[Any]]:
     """Tokens per second of the fastest batch but the first, and the tokens."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet()
     rows = torch.randint(2, 4096, (4 * SAMPLES, PROMPT), generator=torch.Generator().manual_seed(1))
     options: Any = {"strategy": PipeStrategy(layers="net.transformer.h")} if ranks > 1 else {}
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(accelerator="cpu", devices=ranks, enable_model_summary=False, **quiet, **options)
+    trainer = L.Trainer(accelerator="cpu", devices=ranks, **SILENT, **options)
     module = Generates(tokens)
     found = trainer.predict(module, DataLoader(rows, batch_size=SAMPLES))
     return SAMPLES * tokens / min(module.seconds[2:]), [each.tolist() for each in found or ()]

@@ -1,12 +1,10 @@
-"""What GPipe's additions cost and gain: recomputation, its early start, random streams, balance by measured time."""
+"""What GPipe's additions cost and gain: recomputation, its early start, balance by measured time."""
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -15,8 +13,6 @@ from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.intercept.library_draws import LibraryDraws
-from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.profiling.measure import measure_profile
 from lightning_pipe.schedules.passes.recompute import with_recompute
@@ -25,7 +21,7 @@ from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from recipes.reproduce.sleeping import Sleeper
-from tests.benchmarks.measure import Finding, Ratio, alternate
+from tests.benchmarks.measure import Finding, Ratio, alternate, batch_seconds
 from tests.support import processes
 
 RANKS = 4
@@ -36,8 +32,8 @@ LOPSIDED = (6, 5, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1)
 
 
 def run(quick: bool) -> list[Finding]:
-    """All four."""
-    return [_cost_of_recomputation(quick), _cost_of_streams(quick), _early_recomputation(quick), *_balance(quick)]
+    """All three."""
+    return [_cost_of_recomputation(quick), _early_recomputation(quick), *_balance(quick)]
 
 
 # ---------------------------------------------------------------------- recomputation on one device
@@ -76,64 +72,6 @@ def _dense(mode: Any) -> Any:
     return once
 
 
-# ---------------------------------------------------------------------- random streams
-
-
-def _cost_of_streams(quick: bool) -> Finding:
-    """A Transformer with dropout on one stage, with a random stream for each layer and without."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
-    net = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
-    transport = SingleProcess()
-    layers = find_layers(net)
-    pipeline = Pipeline(net, layers, [len(layers)], schedules.GPipe(), transport)
-    parts = list(torch.randn(8, 64, 256).tensor_split(4))
-
-    def once(*, streams: bool) -> float:
-        net.zero_grad()
-        with nullcontext() if streams else _one_stream():
-            start = time.perf_counter()
-            pipeline.train(lambda _, part: net(part).square().mean(), parts, [0.25] * 4)
-            return time.perf_counter() - start
-
-    once(streams=True)
-    rounds = 15 if quick else 61
-    ratio = Ratio.of(*alternate(lambda: once(streams=True), lambda: once(streams=False), rounds))
-    alone = len(layers) * len(parts) * _seconds_of_a_stream() / statistics.median(once(streams=True) for _ in range(9))
-    return Finding(
-        "time with a random stream for each layer and micro-batch",
-        f"{ratio} of that with one; the streams alone {100 * alone:.2f} %",
-        "below 1 %",
-        alone < 0.01 and ratio.low < 1.01,
-    )
-
-
-def _seconds_of_a_stream() -> float:
-    """To enter a stream and to leave it."""
-    draws, turns = LibraryDraws(["layer"]), 10_000
-    for _ in range(4):  # in the first three batches it is seen what draws from other generators than torch's
-        streams = RandomStreams(1, torch.device("cpu"), draws=draws)
-        with streams.isolated(0, 0):
-            pass
-    start = time.perf_counter()
-    for turn in range(turns):
-        with streams.isolated(turn, 0):
-            pass
-    return (time.perf_counter() - start) / turns
-
-
-@contextmanager
-def _one_stream() -> Iterator[None]:
-    """All layers draw from torch's own generator, one after the other."""
-    before = RandomStreams.isolated
-    RandomStreams.isolated = lambda self, micro_batch, *key: nullcontext()  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        RandomStreams.isolated = before  # type: ignore[method-assign]
-
-
 # ---------------------------------------------------------------------- layers that sleep
 
 
@@ -146,19 +84,16 @@ def _makespans(
     rounds: int,
     ratio: float = 2.0,
 ) -> list[float]:
-    """From the last rank's arrival at the start barrier to the last rank's end, for every round."""
+    """Seconds of every round."""
     net = nn.Sequential(*(Sleeper(each, ratio * each / 2) for each in seconds))
     pipeline = Pipeline(net, find_layers(net), balance, schedules.get(schedule), transport, recompute=recompute)
     pipeline.partition()
     parts = [torch.ones(1, 4, requires_grad=True) for _ in range(MICRO_BATCHES)]
-    everyone = tuple(range(transport.topology.world_size))
-    found = []
-    for _ in range(rounds + 2):
-        arrived = time.monotonic()
-        transport.barrier()
+
+    def batch() -> None:
         pipeline.train(lambda _, part: net(part).sum(), parts, [1 / MICRO_BATCHES] * MICRO_BATCHES)
-        times = transport.all_gather_object((arrived, time.monotonic()), everyone)
-        found.append(max(end for _, end in times) - max(start for start, _ in times))
+
+    found = [batch_seconds(transport, batch) for _ in range(rounds + 2)]
     return found[2:]  # the first batches agree on what travels and who holds what
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from lightning_pipe.transport.base import Transport
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,15 @@ def alternate(first: Callable[[], float], second: Callable[[], float], rounds: i
             one.append(first())
             two.append(second())
     return one, two
+
+
+def batch_seconds(transport: Transport, batch: Callable[[], object]) -> float:
+    """Seconds from a barrier to the last rank's end; the same on all ranks."""
+    transport.barrier()
+    start = time.perf_counter()
+    batch()
+    everyone = tuple(range(transport.topology.world_size))
+    return float(max(transport.all_gather_object(time.perf_counter() - start, everyone)))
 
 
 def microseconds(seconds: float) -> str:

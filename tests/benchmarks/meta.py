@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import lightning as L
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
-from tests.benchmarks.construction import peak, reset
+from tests.benchmarks.construction import Peaks, reset
 from tests.benchmarks.measure import Finding
 from tests.support import processes
 from tests.support.trainer_runs import QUIET, quiet
@@ -55,23 +54,6 @@ class Lit(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Peaks(L.Callback):
-    """The peak before the first batch, and that of the first step, with what is held meanwhile."""
-
-    def __init__(self) -> None:
-        self.start = self.built = self.stepped = self.held = 0
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.start = reset()
-
-    def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self.built = peak() - self.start
-        self.held = sum(parameter.nbytes for _, parameter in trainer.strategy.pipeline.local_parameters())
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.stepped = peak() - self.start
-
-
 def run(quick: bool) -> list[Finding]:
     """With 0.8 GB of weights on four ranks; several times, because holes in freed memory differ from run to run."""
     found = []
@@ -97,8 +79,9 @@ def measure(process: int, layers: int, width: int) -> tuple[float, float]:
 
 def train(layers: int, width: int) -> Peaks:
     """One step."""
-    peaks = Peaks()
+    peaks, module = Peaks(), Lit(layers, width)
     strategy = PipeStrategy(micro_batches=4, layers="net", gather_limit=0)
     trainer = L.Trainer(accelerator="cpu", devices=RANKS, strategy=strategy, max_steps=1, callbacks=[peaks], **QUIET)
-    trainer.fit(Lit(layers, width), DataLoader(torch.rand(8, width), batch_size=8))
+    peaks.start = reset()
+    trainer.fit(module, DataLoader(torch.rand(8, width), batch_size=8))
     return peaks

@@ -26,7 +26,8 @@ from lightning_pipe.profiling.measure import measure_profile
 from lightning_pipe.simulate import Link
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
-from tests.benchmarks.measure import Finding
+from recipes.reproduce.sleeping import _Sleep
+from tests.benchmarks.measure import Finding, batch_seconds
 from tests.planning.test_search import profile as profile_of
 from tests.support import processes
 
@@ -44,19 +45,6 @@ class Found(NamedTuple):
     label: str
     predicted: float
     measured: list[float]
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, before: float, after: float) -> Tensor:
-        ctx.after = after
-        time.sleep(before)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.after)
-        return gradients[0], None, None
 
 
 class _Sleeper(nn.Module):
@@ -136,15 +124,15 @@ class _Run:
 
     def batch(self) -> float:
         """Seconds from the barrier to the last rank's end."""
-        transport = self.pipeline.transport
         number = len(self.parts)
-        transport.barrier()
-        start = time.perf_counter()
-        self.pipeline.train(lambda _, part: self.step(self.module, part), self.parts, [1 / number] * number)
-        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        seconds = batch_seconds(
+            self.pipeline.transport,
+            lambda: self.pipeline.train(
+                lambda _, part: self.step(self.module, part), self.parts, [1 / number] * number
+            ),
+        )
         self.module.zero_grad()
-        transport.all_reduce(seconds, tuple(range(transport.topology.world_size)), "max").wait()
-        return float(seconds)
+        return seconds
 
 
 def run(quick: bool) -> list[Finding]:

@@ -16,10 +16,9 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.config import Sharding
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.planning.division import factors
-from lightning_pipe.planning.memory import StepBytes
 from tests.benchmarks.construction import MB, peak, reset
 from tests.benchmarks.measure import Finding
-from tests.support import held_bytes, processes
+from tests.support import processes
 from tests.support.trainer_runs import QUIET, quiet
 
 WAYS: dict[str, Sharding] = {
@@ -51,7 +50,7 @@ class Wide(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-4, foreach=False)
 
 
-class Held(L.Callback):
+class Most(L.Callback):
     """What a process holds between two batches of a step, and at the most from the second step on."""
 
     def __init__(self) -> None:
@@ -102,35 +101,7 @@ def run(quick: bool) -> list[Finding]:
                 most["peak"] <= planned + ALLOWED,
             ),
         ]
-    return found + three_dimensions(quick)
-
-
-def three_dimensions(quick: bool) -> list[Finding]:
-    """A Llama on 2 x 2 x 1 and 2 x 1 x 2 processes: what each has behind the backward passes of a batch."""
-    size = {"width": 128, "depth": 4} if quick else {"width": 512, "depth": 8}
-    with torch.device("meta"):
-        module = held_bytes.Llama(**size)
-    found = []
-    for replicas, tensor, sharding in held_bytes.POINTS:
-        numbers: dict[str, Any] = {"replicas": replicas, "tensor": tensor, "sharding": sharding}
-        ranks = processes.run_trainers(
-            held_bytes.train, held_bytes.RANKS * replicas * tensor, timeout=300, **numbers, **size
-        )
-        planned = held_bytes.planned(module, replicas, tensor, sharding)
-        found += [
-            Finding(
-                f"2 x {replicas} x {tensor}, shard_optimizer={sharding!r}, rank {process}",
-                f"{_in_mb(measured)} MB",
-                f"plan: {_in_mb(each.held)} MB",
-                measured == each.held,
-            )
-            for process, ((measured, _), each) in enumerate(zip(ranks, planned.memory, strict=True))
-        ]
     return found
-
-
-def _in_mb(held: StepBytes) -> str:
-    return ", ".join(f"{size / MB:.1f}" for size in held)
 
 
 def train(process: int, holders: int, sharding: Sharding, width: int, depth: int) -> dict[str, int]:
@@ -140,7 +111,7 @@ def train(process: int, holders: int, sharding: Sharding, width: int, depth: int
     # or the C library keeps what is freed, once it has been asked for as much before
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
     torch.manual_seed(1)
-    held = Held()
+    held = Most()
     strategy = PipeStrategy(
         "chimera", micro_batches=2, data_parallel_size=holders // 2, shard_optimizer=sharding, gather_limit=0
     )

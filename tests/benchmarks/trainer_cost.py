@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import statistics
 import time
-import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.benchmarks.measure import Finding
 from tests.support import processes
+from tests.support.oracle import SILENT
+from tests.support.trainer_runs import quiet
 
 WIDTH, SIZE, LAYERS, MICRO_BATCHES = 8, 4, 4, 2
 SKIPPED = 20
@@ -97,8 +96,7 @@ def measure(process: int, strategy: str | None, devices: int, batches: int) -> t
     """Seconds of a training batch (median) and of a validation batch (mean)."""
     from lightning_pipe import PipeStrategy
 
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet()
     torch.manual_seed(0)
     clock = Clock()
     pipe = PipeStrategy(micro_batches=MICRO_BATCHES)
@@ -109,10 +107,7 @@ def measure(process: int, strategy: str | None, devices: int, batches: int) -> t
         callbacks=[clock],
         max_epochs=1,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
     )
     data = DataLoader(TensorDataset(*torch.randn(2, devices * SIZE * batches, WIDTH)), batch_size=SIZE)
     module = Tiny()
@@ -122,9 +117,3 @@ def measure(process: int, strategy: str | None, devices: int, batches: int) -> t
     trainer.validate(module, data, verbose=False)
     periods = [later - earlier for earlier, later in pairwise(clock.ends)][SKIPPED:]
     return statistics.median(periods), clock.validation / batches
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for finding in run(quick=True):
-        print(finding)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lightning_pipe.construction import deferred_init, is_deferred, materialize
-from tests.support.built import deferred_tensors
+from tests.support.built import all_tensors, assert_alike, deferred_tensors
 
 WIDE = 100
 """Square weights of this width are large enough to be recorded."""
@@ -24,20 +24,12 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDE, WIDE)
 
 
-def state(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-
-
 def assert_same(found: nn.Module, expected: nn.Module) -> None:
     """The same tensors, bit by bit, with the same properties and ties."""
-    one, other = state(found), state(expected)
+    one, other = all_tensors(found), all_tensors(expected)
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        known = other[name]
-        assert type(tensor) is type(known), name
-        assert (tensor.requires_grad, tensor.dtype, tensor.shape) == (known.requires_grad, known.dtype, known.shape)
-        assert tensor.stride() == known.stride(), name
-        assert torch.equal(tensor, known), name
+        assert_alike(name, tensor, other[name])
     assert ties(one) == ties(other)
 
 
@@ -157,9 +149,9 @@ class Many(nn.Module):
 
 def test_what_else_constructors_do() -> None:
     module, plain = built_both_ways(Many)
-    objects = {name: id(tensor) for name, tensor in state(module).items()}
+    objects = {name: id(tensor) for name, tensor in all_tensors(module).items()}
     materialize(module)
-    assert {name: id(tensor) for name, tensor in state(module).items()} == objects
+    assert {name: id(tensor) for name, tensor in all_tensors(module).items()} == objects
     assert_same(module, plain)
     assert not list(deferred_tensors(module))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipe.construction import deferred_init, materialize
 from tests.support.built import Layers, assert_built_alike
@@ -126,42 +126,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
 
 
-class Resnet(nn.Module):
-    """Torchvision's, in its essentials: custom initialisation over all modules, the last norm of a block at zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 64, 7, bias=False), nn.BatchNorm2d(64), nn.ReLU())
-        self.blocks = nn.Sequential(*(Bottleneck(64) for _ in range(6)))
-        self.head = nn.Linear(64, 1000)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, nn.BatchNorm2d):
-                nn.init.constant_(module.weight, 1)
-                nn.init.constant_(module.bias, 0)
-        for module in self.modules():
-            if isinstance(module, Bottleneck):
-                nn.init.constant_(module.norm3.weight, 0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)).mean([2, 3]))
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, bias=False), nn.BatchNorm2d(width)
-        self.conv3, self.norm3 = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
-
-
-def test_residual_networks() -> None:
-    assert_built_alike(Resnet, "blocks", (1, 2, 4))
-
-
-@pytest.mark.slow
-def test_a_residual_network_of_another_package() -> None:
+def test_a_residual_network() -> None:
     config = hf.ResNetConfig(embedding_size=64, hidden_sizes=[64, 128], depths=[2, 2], layer_type="basic", num_labels=3)
     layers = [layer.removeprefix("resnet.") for layer in LitResNet.layers]
     assert_built_alike(lambda: hf.ResNetForImageClassification(config), layers, (1, 2, 4))

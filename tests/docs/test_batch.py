@@ -9,28 +9,12 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from tests.docs.blocks import ROOT
+from tests.docs.user_code import MyDataModule, MyLightningModule
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
-
-
-class Lit(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.layers(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Follows(L.Callback):
@@ -55,9 +39,9 @@ class Follows(L.Callback):
 def follow(process: int) -> list[tuple[set[str], str]]:
     quiet()
     follows = Follows()
-    strategy = PipeStrategy(layers="layers", micro_batches=2)
+    strategy = PipeStrategy(micro_batches=2)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[follows], max_epochs=1, **QUIET)
-    trainer.fit(Lit(), DataLoader(torch.ones(20, 4), batch_size=4))
+    trainer.fit(MyLightningModule(), MyDataModule())
     return follows.called
 
 

@@ -50,14 +50,6 @@ def exists(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("name", "there"),
-    [("lightning_pipe.PipeStrategy.layout", True), ("tests.docs", True), ("torch.no_such", False), ("no.such", False)],
-)
-def test_what_is_not_there_is_found(name: str, there: bool) -> None:
-    assert exists(name) == there
-
-
 @pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_exist(page: Path) -> None:
     """Paths from the repository's root. On the page for developers every file is named by its whole path."""

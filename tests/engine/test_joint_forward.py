@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_pipe.engine.joint_forward import UnlikeError, both_together
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import LiveTensor, RunRecord
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.schedules import Chimera
+from lightning_pipe.tensor_spec import TensorSpec
 from tests.support.engine_runs import Outcome, assert_same, pipelined
 from tests.support.small_net import WIDTH, Block, Net, batch
 
@@ -148,9 +152,17 @@ def test_what_may_depend_on_the_other_samples_runs_apart(net: Any) -> None:
     assert passes(found) == [0, 0]
 
 
+class Draws(nn.Module):
+    """Draws by what it is given: ranks that are threads have one generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(1e6 * x.detach().abs().sum()))
+        return x * torch.rand(x.shape, generator=generator).to(x)
+
+
 def test_random_numbers_run_apart() -> None:
     """Each micro-batch has its own."""
-    found = pipelined(with_layers(nn.Dropout()), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
+    found = pipelined(with_layers(Draws()), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
     assert passes(found) == [0, 0]
 
 
@@ -217,3 +229,48 @@ def test_layers_that_begin_to_keep_something_are_an_error() -> None:
         pipelined(
             with_layers(Keeps()), [batch(8) for _ in range(3)], 4, schedule=DOUBLING, layers="layers", between=change
         )
+
+
+# ------------------------------------------------------------------ what two would bring together
+
+
+def crossing(tensor: torch.Tensor) -> Crossing:
+    return Crossing(RunRecord((), (LiveTensor(0, TensorSpec.of(tensor), False, False),)), {0: tensor})
+
+
+def joined(one: torch.Tensor, other: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+    found = both_together([crossing(one), crossing(other)], sizes)
+    assert found is not None
+    return found.tensors[0]
+
+
+def test_samples_are_put_behind_each_other() -> None:
+    assert joined(torch.zeros(2, 3), torch.ones(1, 3), (2, 1)).tolist() == [[0.0] * 3, [0.0] * 3, [1.0] * 3]
+
+
+def test_what_is_the_same_for_both_stays() -> None:
+    table = torch.arange(5.0)
+    assert joined(table, table.clone(), (2, 3)).tolist() == table.tolist()
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (torch.tensor([0, 1]), torch.tensor([0, 1])),  # positions
+        (torch.tensor([1.0]), torch.tensor([2.0])),  # what is one for all samples
+        (torch.zeros(4, 3), torch.ones(4, 3)),  # several elements per sample
+        (torch.zeros(3, 2), torch.ones(3, 2)),  # samples along another dimension
+        (torch.zeros(3, 2).t(), torch.ones(3, 2).t()),  # samples between each other in memory
+    ],
+)
+def test_other_tensors_cannot_be_put_together(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    with pytest.raises(UnlikeError):
+        joined(*pair, (2, 2))
+
+
+def test_the_record_has_the_shapes_of_both() -> None:
+    pair = [torch.full((size, 2, 3), float(size)).transpose(1, 2) for size in (2, 1)]
+    found = both_together([crossing(each) for each in pair], (2, 1))
+    assert found is not None
+    assert found.path.entries[0].spec == TensorSpec((3, 3, 2), torch.float64, (6, 1, 3))
+    assert found.tensors[0].stride() == (6, 1, 3)

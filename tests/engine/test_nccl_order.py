@@ -9,7 +9,6 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -239,10 +238,7 @@ def test_streamed_evaluations_end(family: Family) -> None:
     check(with_pipeline(stream, asynchronous_engine.Net(depth=4), family=family), resident=[4])
 
 
-def test_evaluations_in_turns_and_steps_of_several_passes_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    # until Python 3.11 all threads share the lock of a cached property, and this one meets the other ranks inside
-    monkeypatch.setattr(vars(Pipeline)["in_passes"], "lock", nullcontext(), raising=False)
-
+def test_evaluations_in_turns_and_steps_of_several_passes_end() -> None:
     class Twice(asynchronous_engine.Net):
         def forward(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
             return super().forward(x, y) + super().forward(-x, y)

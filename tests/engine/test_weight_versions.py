@@ -22,11 +22,11 @@ def versions() -> tuple[WeightVersions, nn.Linear]:
 def test_a_batch_computes_with_the_version_that_it_began_with() -> None:
     weights, linear = versions()
     own = linear.weight
-    with weights.call():
-        begun = weights.stand_ins(0)
+    with weights.call(), weights.using(0, version=0):
+        pass
     weights.step(oldest=0)
     own.data.fill_(5.0)
-    with weights.call(), weights.using(begun):
+    with weights.call(), weights.using(0, version=0):
         assert linear(torch.ones(1, 1)).item() == 1.0
     assert linear.weight is own
     assert own.item() == 5.0
@@ -37,15 +37,11 @@ def test_a_batch_computes_with_the_version_that_it_began_with() -> None:
 
 def test_gradients_of_batches_are_averaged_in_the_parameter() -> None:
     weights, linear = versions()
-    batches = []
-    for factor in (1.0, 3.0):
-        with weights.call():
-            leaves = weights.stand_ins(0)
-            with weights.using(leaves):
-                linear(torch.full((1, 1), factor)).sum().backward()
-        batches.append([leaves])
+    for batch, factor in enumerate((1.0, 3.0)):
+        with weights.call(), weights.using(batch, version=0):
+            linear(torch.full((1, 1), factor)).sum().backward()
     assert linear.weight.grad is None
-    weights.collect(batches)
+    weights.collect([0, 1])
     assert linear.weight.grad is not None
     assert linear.weight.grad.item() == 2.0
 

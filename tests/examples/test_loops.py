@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.examples.test_examples import EXAMPLES, environment
+from tests.examples.test_examples import EXAMPLES, run
+from tests.support.processes import outcomes, results
 
 SECONDS = 120
 pytestmark = pytest.mark.timeout(SECONDS + 15)
@@ -47,37 +49,45 @@ def one_device() -> list[float]:
         return [*losses, torch.stack([example.loss_of(model, batch) for batch in loader]).mean().item()]
 
 
-@pytest.mark.parametrize(
-    ("script", "launcher"),
-    [
-        pytest.param("plain_loop.py", (), marks=pytest.mark.slow),
-        ("plain_loop.py", TORCHRUN),
-        ("fabric.py", ()),
-        ("accelerate_loop.py", TORCHRUN),
-    ],
-)
-def test_a_loop_trains_as_one_device(
-    script: str, launcher: tuple[str, ...], tmp_path: Path, one_device: list[float]
-) -> None:
-    if script == "accelerate_loop.py":
-        pytest.importorskip("accelerate", reason="the loop is for those who use Accelerate")
-    words = [sys.executable, *launcher, str(EXAMPLES / script), "--output", "saved"]
-    ended = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment() | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = [float(number) for number in re.findall(r"loss (\d\.\d{6})", ended.stdout)]
+def assert_same(output: str, folder: Path, one_device: list[float]) -> None:
+    """The losses that a script prints, and the one of what it has saved."""
+    found = [float(number) for number in re.findall(r"loss (\d\.\d{6})", output)]
     assert found == pytest.approx(one_device, abs=2e-6)
-    saved = torch.load(tmp_path / "saved", weights_only=True)
+    saved = torch.load(folder / "saved", weights_only=True)
     model = small_gpt2().small_gpt2()
     model.load_state_dict(saved.get("model", saved))
     with torch.no_grad():
         batches = DataLoader(small_gpt2().texts(), batch_size=16)
         losses = torch.stack([small_gpt2().loss_of(model, batch) for batch in batches])
     assert losses.mean().item() == pytest.approx(one_device[-1], abs=2e-6)
+
+
+def script_of(process: int, script: str, folder: Path) -> None:
+    """Run a script as a launcher does, in a process that has the libraries already."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [script, "--output", "saved"]
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+
+@pytest.mark.parametrize("script", ["plain_loop.py", "fabric.py", "accelerate_loop.py"])
+def test_a_loop_trains_as_one_device(script: str, tmp_path: Path, one_device: list[float]) -> None:
+    if script == "accelerate_loop.py":
+        pytest.importorskip("accelerate", reason="the loop is for those who use Accelerate")
+    ended = outcomes(script_of, 2, timeout=SECONDS, group_timeout=None, script=script, folder=tmp_path)
+    results(ended)
+    assert_same("".join(each.output for each in ended), tmp_path, one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [("plain_loop.py", ()), ("plain_loop.py", TORCHRUN), ("fabric.py", ()), ("accelerate_loop.py", TORCHRUN)],
+)
+def test_the_command_of_a_script_starts_it(
+    script: str, launcher: tuple[str, ...], tmp_path: Path, one_device: list[float]
+) -> None:
+    """Fresh processes spend ten seconds and more on imports."""
+    words = [*launcher, str(EXAMPLES / script), "--output", "saved"]
+    assert_same(run(tmp_path, *words), tmp_path, one_device)

@@ -9,16 +9,6 @@ import torch
 from tests.field import runs, table, verdicts
 from tests.field.modules import FOLDER, MODULES, PACKAGES
 
-HINT = """PipeStrategy(layers=["net.a", "net.b"]), or micro_batches=1. Or loss_weight='sum'; balance=counts."""
-
-
-def test_options_are_those_with_a_value_to_paste() -> None:
-    assert list(verdicts.options(HINT)) == [
-        ("layers", ["net.a", "net.b"]),
-        ("micro_batches", 1),
-        ("loss_weight", "sum"),
-    ]
-
 
 def test_runs_differ_by_losses_by_weights_and_by_what_is_missing() -> None:
     one = {"losses": [1.0, 2.0], "weights": {"w": torch.ones(3)}}
@@ -28,21 +18,6 @@ def test_runs_differ_by_losses_by_weights_and_by_what_is_missing() -> None:
     assert verdicts.distances({**one, "losses": [1.0, float("nan")]}, one)[0] == float("inf")
     assert verdicts.distances({**one, "weights": {}}, one)[1] == float("inf")
     assert verdicts.distances({**one, "weights": {"w": torch.zeros(3)}}, one)[1] == 0.5
-
-
-def test_the_plan_says_what_batch_norm_sees() -> None:
-    plan = "Batch  16 samples per optimizer step = 16 (batch) x 1; batch = 8\nmicro-batches x 2"
-    assert verdicts.cut_into(plan) == 8
-    assert not verdicts.says_so(plan)
-    assert verdicts.says_so(f"{plan}\nNote  20 batch\nnorms see 2 samples")
-
-
-def test_an_error_of_ours_is_a_refusal_until_its_remedy_has_failed() -> None:
-    ours = {"ours": True, "by_us": True}
-    assert verdicts.failure(ours, tried=False) == verdicts.REFUSED
-    assert verdicts.failure(ours, tried=True) == verdicts.UNCLEAR
-    assert verdicts.failure({"ours": False, "by_us": True}, tried=False) == verdicts.CRASHED
-    assert verdicts.failure({"ours": False, "by_us": False}, tried=False) == verdicts.UNCLEAR
 
 
 def test_every_module_of_the_list_has_its_function() -> None:

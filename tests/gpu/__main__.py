@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     results = ROOT / "results" / "gpu.json"
-    good = run_parts(parts, results, conditions(), device="cuda", devices=torch.cuda.device_count())
+    good = run_parts(parts, results, conditions(), devices=torch.cuda.device_count())
     print(f"\n{table(results)}\n\n{results}")
     return 0 if good else 1
 

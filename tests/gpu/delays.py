@@ -7,7 +7,6 @@ their stream, and after every layer memory is allocated and filled: a buffer tha
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.transport.base import Transport
 from tests.benchmarks.measure import Finding
-from tests.gpu.rows import compared, on_device
+from tests.gpu.rows import PLACE, compared, on_device
 from tests.gpu.setting import Setting
 from tests.support import equality_sweep, oracle
 from tests.support.equality_sweep import Point
@@ -28,7 +27,6 @@ from tests.support.model_zoo import ZOO
 
 _CYCLES = 2_000_000
 """The longest delay on a device, about a millisecond."""
-_SECONDS = 0.0005
 _BLOCK = 1 << 16
 
 
@@ -56,19 +54,19 @@ def run(setting: Setting) -> Iterator[Finding]:
     for name in names:
         for seed in range(1 if setting.small else 3):
             what = f"{name}, one rank, delays of seed {seed}"
-            yield compared(what, partial(_on_one_rank, name, setting, Disturbance(seed)))
+            yield compared(what, partial(_on_one_rank, name, Disturbance(seed)))
     if setting.small:
         return
     for seed in range(3):
-        yield from equal(setting, OVER_PROCESSES, "gloo", Disturbance(seed))
+        yield from equal(OVER_PROCESSES, "gloo", Disturbance(seed))
         if setting.devices > 1:
-            yield from equal(setting, OVER_PROCESSES, "nccl", Disturbance(seed))
+            yield from equal(OVER_PROCESSES, "nccl", Disturbance(seed))
 
 
-def _on_one_rank(name: str, setting: Setting, disturbance: Disturbance) -> list[str]:
-    entry, point = on_device(ZOO[name], setting.place), Point("1f1b", 4, 3, ranks=1)
+def _on_one_rank(name: str, disturbance: Disturbance) -> list[str]:
+    entry, point = on_device(ZOO[name], PLACE), Point("1f1b", 4, 3, ranks=1)
     found = equality_sweep.pipelined(
-        entry, point, setting.place, around=lambda module, transport: disturbed(module, transport, disturbance)
+        entry, point, PLACE, around=lambda module, transport: disturbed(module, transport, disturbance)
     )
     return oracle.differences(found, equality_sweep.expected(entry, point))
 
@@ -110,11 +108,8 @@ class _Disturb:
         self._draw, self._device = random.Random(seed), device
 
     def delay(self) -> None:
-        """Hold up the current stream, or the CPU."""
-        if self._device.type == "cuda":
-            torch.cuda._sleep(self._draw.randrange(1, _CYCLES))
-        elif self._draw.random() < 0.2:
-            time.sleep(self._draw.random() * _SECONDS)
+        """Hold up the current stream."""
+        torch.cuda._sleep(self._draw.randrange(1, _CYCLES))
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         """Delay the layer."""

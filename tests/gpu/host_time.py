@@ -16,6 +16,7 @@ from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.transport.single_process import SingleProcess
 from tests.benchmarks.measure import Finding, microseconds
 from tests.gpu.encoder import encoder
+from tests.gpu.rows import PLACE
 from tests.gpu.setting import Setting
 
 STAGES, MICRO_BATCHES = 4, 8
@@ -28,16 +29,16 @@ def run(setting: Setting) -> Iterator[Finding]:
     """A row for each batch size, and the first that hides the host."""
     width, length = (16, 4) if setting.small else (1024, 512)
     torch.manual_seed(0)
-    with setting.place:
+    with PLACE:
         net = nn.Sequential(*encoder(width, 2 * STAGES))
-    transport = SingleProcess(setting.place)
+    transport = SingleProcess(PLACE)
     found = find_layers(net)
     pipeline = Pipeline(net, found, divide(net, found, STAGES), schedules.get("1f1b"), transport)
     pipeline.partition()
     times: dict[int, tuple[float, float]] = {}
     for samples in (1,) if setting.small else (1, 2, 4, 8, 16, 32):
-        batch = torch.randn(samples * MICRO_BATCHES, length, width, device=setting.place)
-        host, whole, kernels = measured(pipeline, net, batch, setting)
+        batch = torch.randn(samples * MICRO_BATCHES, length, width, device=PLACE)
+        host, whole, kernels = measured(pipeline, net, batch, rounds=1 if setting.small else 10)
         times[samples] = whole, kernels
         value = f"host {microseconds(host / ACTIONS)}, kernels {microseconds(kernels / ACTIONS)} per action"
         yield Finding(f"{samples} samples in a micro-batch", value)
@@ -66,28 +67,24 @@ def hidden_from(times: dict[int, tuple[float, float]]) -> int | None:
     return first
 
 
-def measured(pipeline: Pipeline, net: nn.Module, batch: Tensor, setting: Setting) -> tuple[float, float, float]:
+def measured(pipeline: Pipeline, net: nn.Module, batch: Tensor, rounds: int) -> tuple[float, float, float]:
     """Seconds of a batch: until the host has issued it, until the device has done it, and of its kernels alone."""
     parts, weights = list(batch.chunk(MICRO_BATCHES)), [1 / MICRO_BATCHES] * MICRO_BATCHES
 
     def once() -> tuple[float, float]:
         net.zero_grad()
-        setting.finish()
+        torch.cuda.synchronize()
         start = time.perf_counter()
         pipeline.train(lambda _, part: net(part).square().mean(), parts, weights)
         issued = time.perf_counter()
-        setting.finish()
+        torch.cuda.synchronize()
         return issued - start, time.perf_counter() - start
 
     once()  # the first batch learns
     once()
-    rounds = [once() for _ in range(1 if setting.small else 10)]
-    activity = ProfilerActivity.CUDA if setting.device == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
+    seconds = [once() for _ in range(rounds)]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         once()
-    kernels = sum(
-        event.self_device_time_total if setting.device == "cuda" else event.self_cpu_time_total
-        for event in profiler.key_averages()
-    )
-    host, whole = (statistics.median(column) for column in zip(*rounds, strict=True))
+    kernels = sum(event.self_device_time_total for event in profiler.key_averages())
+    host, whole = (statistics.median(column) for column in zip(*seconds, strict=True))
     return host, whole, kernels * 1e-6

@@ -23,6 +23,7 @@ from lightning_pipe.transport.single_process import SingleProcess
 from recipes.models.amoebanet import AmoebaNet
 from recipes.models.gpipe_transformer import GPipeTransformer
 from tests.benchmarks.measure import Finding
+from tests.gpu.rows import PLACE, clear
 from tests.gpu.setting import Setting
 
 GB = 10**9
@@ -92,7 +93,7 @@ def rows(family: Family, setting: Setting) -> Iterator[Finding]:
     for gigabytes in [limit] if setting.small else sorted(LIMITS, key=limit.__ne__):
         found: list[int] = []
         for column, way in enumerate(("naive", "micro-batches, recomputation")):
-            size = largest(partial(fits, family, way, gigabytes, setting), *family.sizes)
+            size = largest(partial(fits, family, way, gigabytes), *family.sizes)
             found.append(0 if size is None else family.parameters(size))
             target = f"{published[column] / 1e6:.0f} M published" if gigabytes == limit else ""
             value = "none" if size is None else f"{size}: {found[-1] / 1e6:.1f} M parameters"
@@ -122,20 +123,19 @@ def largest(fits: Callable[[int], bool], least: int, step: int, most: int) -> in
     return least + good * step
 
 
-def fits(family: Family, way: str, gigabytes: int, setting: Setting, size: int) -> bool:
+def fits(family: Family, way: str, gigabytes: int, size: int) -> bool:
     """Whether two steps of a model stay within a limit of memory."""
-    if setting.device == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * GB / total), 0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * GB / total), 0)
     enough = True
     try:
-        _train(family, size, way, setting)
+        _train(family, size, way)
     except Exception as error:
         enough = False
         if not ran_out(error):
             raise
     # behind the handler, whose error holds the tensors
-    setting.clear()
+    clear()
     return enough
 
 
@@ -148,12 +148,12 @@ def ran_out(error: BaseException | None) -> bool:
     return False
 
 
-def _train(family: Family, size: int, way: str, setting: Setting) -> None:
+def _train(family: Family, size: int, way: str) -> None:
     torch.manual_seed(0)
-    with setting.place:
+    with PLACE:
         module = family.build(size)
     optimizer = torch.optim.RMSprop(module.parameters(), lr=1e-4)
-    inputs, targets = family.batch(family.samples, setting.place)
+    inputs, targets = family.batch(family.samples, PLACE)
 
     def loss_of(part: Any) -> Tensor:
         predicted = module(part[0])
@@ -169,7 +169,7 @@ def _train(family: Family, size: int, way: str, setting: Setting) -> None:
             parts = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
             pipeline.train(lambda _, part: loss_of(part), parts, [1 / len(parts)] * len(parts))
         optimizer.step()
-    setting.finish()
+    torch.cuda.synchronize()
 
 
 def _pipeline(module: nn.Module) -> Pipeline:

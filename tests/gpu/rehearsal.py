@@ -30,7 +30,7 @@ NOT_REHEARSABLE = {
     "compiled layers": "Triton",
     "host_time": "CUPTI",
 }
-"""Rows that need a kernel, or a tool, which a torch for the CPU lacks. A test keeps the list from growing."""
+"""Rows that need a kernel, or a tool, which a torch for the CPU lacks."""
 _PAGE = ROOT / "docs" / "developing.md"
 
 
@@ -42,7 +42,7 @@ def rehearsed(part: Part, *, small: bool = False, protects: bool = False) -> lis
         os.environ.update(own)
         try:
             small = small or part.name in MEASURES
-            status, rows = run_part(part, device="cuda", devices=DEVICES, small=small)
+            status, rows = run_part(part, devices=DEVICES, small=small)
         finally:
             os.environ.clear()
             os.environ.update(kept)

@@ -1,8 +1,9 @@
-"""The rows that parts find, and models of the zoo on devices."""
+"""The rows that parts find, their device, and models of the zoo on devices."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,15 @@ from torch.utils._pytree import tree_map
 from tests.benchmarks.measure import Finding
 from tests.support.model_zoo import Entry
 from tests.support.oracle import Trace
+
+PLACE = torch.device("cuda", 0)
+"""The device of a part that needs one."""
+
+
+def clear() -> None:
+    """Give memory back that nobody uses."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def not_run(name: str, reason: str) -> Finding:

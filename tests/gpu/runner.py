@@ -80,7 +80,7 @@ def run_parts(parts: Sequence[Part], results: Path, conditions: Mapping[str, str
         parts: the parts.
         results: the file.
         conditions: the machine and the versions, noted with every part.
-        setting: passed on to the parts: ``device``, ``devices``, ``small``.
+        setting: passed on to the parts: ``devices``, ``small``.
 
     Returns:
         Whether all of them ended by themselves and no row missed its target.

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.measure import Finding
 from tests.gpu import __main__ as command
 from tests.gpu import runner
-from tests.gpu.runner import FIRST_SECONDS, PARTS, Part, chosen, rows_in, run_parts, store, table
+from tests.gpu.runner import FIRST_SECONDS, PARTS, Part, chosen, run_parts, table
 
 # modules of this folder that stand in for parts
 QUICK = Part("standins.quick", "finds one row", 60)
 SLOW = Part("standins.slow", "finds one row and goes on for ever", 10)
-BROKEN = Part("standins.broken", "finds one row and fails", 60)
 
 
 def test_the_first_parts_are_done_in_nine_minutes() -> None:
@@ -39,19 +37,19 @@ def test_parts_run_by_priority_whatever_their_order() -> None:
 def test_results_are_written_as_parts_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    parts = (QUICK, BROKEN, SLOW)
+    parts = (QUICK, SLOW)
     monkeypatch.setattr(runner, "PARTS", parts)
     results = tmp_path / "results" / "gpu.json"
-    assert not run_parts(parts, results, {"torch": "2"}, device="cpu", devices=1, small=True)
+    assert not run_parts(parts, results, {"torch": "2"}, devices=1, small=True)
     found = json.loads(results.read_text())
-    assert [part["status"] for part in found.values()] == ["done", "failed with exit code 1", "ended after 10 s"]
+    assert [part["status"] for part in found.values()] == ["done", "ended after 10 s"]
     for part in found.values():
-        assert part["rows"][0]["name"] == "a row on cpu"
+        assert part["rows"][0]["name"] == "a row"
         assert part["conditions"] == {"torch": "2"}
-    assert table(results).count("a row on cpu") == 3
-    assert "a row on cpu" in capfd.readouterr().out
+    assert table(results).count("a row") == 2
+    assert "a row" in capfd.readouterr().out
     # a later run of one part leaves the others
-    assert run_parts([QUICK], results, {"torch": "3"}, device="cpu", devices=1, small=True)
+    assert run_parts([QUICK], results, {"torch": "3"}, devices=1, small=True)
     again = json.loads(results.read_text())
     assert list(again) == list(found)
     assert again[QUICK.name]["conditions"] == {"torch": "3"}
@@ -71,22 +69,9 @@ def test_an_interrupt_keeps_what_has_been_found(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     results = tmp_path / "gpu.json"
-    assert not run_parts([SLOW, QUICK], results, {}, device="cpu", devices=1, small=True)
+    assert not run_parts([SLOW, QUICK], results, {}, devices=1, small=True)
     (found,) = json.loads(results.read_text()).values()
-    assert (found["status"], found["rows"][0]["name"]) == ("interrupted", "a row on cpu")
-
-
-def test_a_row_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    path.write_text('{"name": "a", "value": "1", "target": "", "reached": null}\n{"name": "b", "val')
-    assert list(rows_in(path)) == [Finding("a", "1")]
-
-
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    store(tmp_path / "gpu.json", PARTS[0].name, {"rows": []})
-    with pytest.raises(TypeError):
-        store(tmp_path / "gpu.json", PARTS[1].name, {"rows": object()})
-    assert list(json.loads((tmp_path / "gpu.json").read_text())) == [PARTS[0].name]
+    assert (found["status"], found["rows"][0]["name"]) == ("interrupted", "a row")
 
 
 def test_without_cuda_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

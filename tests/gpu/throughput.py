@@ -47,22 +47,21 @@ class Stopwatch(L.Callback):
     """Seconds per optimizer step from a step on, when the device has done them.
 
     Args:
-        setting: where it runs.
         untimed: steps before the clock starts.
     """
 
-    def __init__(self, setting: Setting, untimed: int) -> None:
-        self.setting, self.untimed = setting, untimed
+    def __init__(self, untimed: int) -> None:
+        self.untimed = untimed
         self.start: float | None = None
         self.seconds = float("nan")
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.untimed and self.start is None:
-            self.setting.finish()
+            torch.cuda.synchronize()
             self.start = time.perf_counter()
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.setting.finish()
+        torch.cuda.synchronize()
         assert self.start is not None
         self.seconds = (time.perf_counter() - self.start) / (trainer.global_step - self.untimed)
 
@@ -74,31 +73,31 @@ def run(setting: Setting) -> Iterator[Finding]:
     steps, rounds = (3, 2) if setting.small else (STEPS, 5)
     for size in sizes:
         for micro_batches in (2,) if setting.small else (4, 8):
-            ratio = Ratio.of(*alternate(*both(setting, size, micro_batches, steps), rounds))
+            ratio = Ratio.of(*alternate(*both(setting.small, size, micro_batches, steps), rounds))
             width, layers, length, _ = size
             name = f"width {width}, {layers} layers, {length} tokens, {micro_batches} micro-batches"
             reached = None if setting.small else ratio.median >= SLOWER
             yield Finding(name, f"{ratio} of the plain Trainer's speed", f"median at least {SLOWER}", reached)
 
 
-def both(setting: Setting, size: Sequence[int], micro_batches: int, steps: int) -> list[Callable[[], float]]:
+def both(small: bool, size: Sequence[int], micro_batches: int, steps: int) -> list[Callable[[], float]]:
     """Measures the plain Trainer, and one stage."""
     width, layers, length, samples = size
     strategy = partial(PipeStrategy, schedule="gpipe", micro_batches=micro_batches, stages=1)
     options = {"accumulate_grad_batches": micro_batches}
     return [
-        lambda: fit(setting, width, layers, length, samples, steps * micro_batches, **options),
-        lambda: fit(setting, width, layers, length, micro_batches * samples, steps, strategy=strategy()),
+        lambda: fit(small, width, layers, length, samples, steps * micro_batches, **options),
+        lambda: fit(small, width, layers, length, micro_batches * samples, steps, strategy=strategy()),
     ]
 
 
-def fit(setting: Setting, width: int, layers: int, length: int, samples: int, batches: int, **options: Any) -> float:
+def fit(small: bool, width: int, layers: int, length: int, samples: int, batches: int, **options: Any) -> float:
     """Seconds per optimizer step of a short run, without its first ones."""
     torch.manual_seed(0)
     once = TensorDataset(torch.randn(samples, length, width))
     loader = DataLoader(Subset(once, list(range(samples)) * batches), batch_size=samples)
-    stopwatch = Stopwatch(setting, 1 if setting.small else UNTIMED)
-    arguments = {"accelerator": setting.accelerator, "devices": 1, "max_epochs": 1, **QUIET, **options}
+    stopwatch = Stopwatch(1 if small else UNTIMED)
+    arguments = {"accelerator": "gpu", "devices": 1, "max_epochs": 1, **QUIET, **options}
     trainer = L.Trainer(**arguments, callbacks=[stopwatch])
     with contextlib.redirect_stdout(io.StringIO()):  # the plan
         trainer.fit(Model(width, layers), loader)

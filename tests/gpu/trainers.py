@@ -46,26 +46,26 @@ def run(setting: Setting) -> Iterator[Finding]:
     quiet()
     names = NAMES[:1] if setting.small else NAMES
     for name, strategy in list(LIVES.items())[: 1 if setting.small else None]:
-        yield compared(f"{name}, one rank: fit, validate, predict, resume", partial(_one_rank, setting, strategy))
+        yield compared(f"{name}, one rank: fit, validate, predict, resume", partial(_one_rank, strategy))
     if setting.devices < RANKS:
         yield not_run("ranks with a device each", "there is one device")
         return
-    for backend in ("gloo",) if setting.device == "cpu" else ("gloo", "nccl"):
+    for backend in ("gloo", "nccl"):
         for name, strategy in list(LIVES.items())[: 1 if setting.small else None]:
             label = f"{name}, {RANKS} ranks, {backend}: fit, validate, predict, resume"
-            yield compared(label, partial(_several_ranks, setting, strategy, backend))
+            yield compared(label, partial(_several_ranks, strategy, backend))
         for name in names:
-            yield compared(f"{name}, {RANKS} ranks, {backend}", partial(_case, setting, name, backend), "one device")
+            yield compared(f"{name}, {RANKS} ranks, {backend}", partial(_case, name, backend), "one device")
 
 
-def _one_rank(setting: Setting, strategy: Mapping[str, Any]) -> list[str]:
-    return _differences(life(setting.accelerator, 1, strategy), _expected(setting, 1, strategy), _metrics(strategy))
+def _one_rank(strategy: Mapping[str, Any]) -> list[str]:
+    return _differences(life("gpu", 1, strategy), _expected(1, strategy), _metrics(strategy))
 
 
-def _several_ranks(setting: Setting, strategy: Mapping[str, Any], backend: str) -> list[str]:
-    options = {"accelerator": setting.accelerator, "strategy": {**strategy, "process_group_backend": backend}}
+def _several_ranks(strategy: Mapping[str, Any], backend: str) -> list[str]:
+    options = {"accelerator": "gpu", "strategy": {**strategy, "process_group_backend": backend}}
     found = processes.run_trainers(_life_of_a_rank, RANKS, **options)
-    expected = _expected(setting, RANKS, strategy)
+    expected = _expected(RANKS, strategy)
     return [difference for each in found for difference in _differences(each, expected, _metrics(strategy))]
 
 
@@ -79,11 +79,11 @@ def _metrics(strategy: Mapping[str, Any]) -> float:
     return SINGLE if strategy["schedule"] == "pipedream" else oracle.TOLERANCE
 
 
-def _expected(setting: Setting, ranks: int, strategy: Mapping[str, Any]) -> dict[str, Any]:
+def _expected(ranks: int, strategy: Mapping[str, Any]) -> dict[str, Any]:
     if strategy["schedule"] == "pipedream":  # which trains otherwise: beside the same on CPUs
         options = {"accelerator": "cpu", "strategy": strategy}
         return life("cpu", 1, strategy) if ranks == 1 else processes.run_trainers(_life_of_a_rank, ranks, **options)[0]
-    return life(setting.accelerator, 1, None)
+    return life("gpu", 1, None)
 
 
 def life(accelerator: str, devices: int, strategy: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -149,9 +149,9 @@ def _of(predictions: list[Tensor] | None) -> list[Tensor]:
     return predictions or []
 
 
-def _case(setting: Setting, name: str, backend: str) -> list[str]:
-    expected = fit(CASES[name], None, setting.accelerator)
-    options = {"accelerator": setting.accelerator, "backend": backend}
+def _case(name: str, backend: str) -> list[str]:
+    expected = fit(CASES[name], None, "gpu")
+    options = {"accelerator": "gpu", "backend": backend}
     found = processes.run_trainers(fits, RANKS, names=[name], devices=RANKS, **options)
     differences = []
     for of_process in found:

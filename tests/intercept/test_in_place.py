@@ -9,7 +9,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.tensor_state import counted, counting, has_changed, state_of
+from lightning_pipe.intercept.tensor_state import counting
 from tests.intercept.test_tracker import Uses
 
 
@@ -29,18 +29,16 @@ def test_a_change_is_noticed_with_its_base(in_place: InPlace) -> None:
     assert [id(each) for each in in_place.written([row, x])] == [id(row), id(x)]
 
 
-def test_changes_are_noticed_in_inference_mode() -> None:
+def test_what_is_made_in_inference_mode_changes_nowhere_else(in_place: InPlace) -> None:
     with torch.inference_mode():
         x = torch.ones(2)
-        state = state_of(x)
-        assert not has_changed(x, state)
-        x.add_(1)
-        assert has_changed(x, state)
         with counting():
-            assert not torch.ones(2).is_inference()
-        alias = counted(x)
-        assert not alias.is_inference()
-        assert alias.data_ptr() == x.data_ptr()
+            noted = in_place.noted([x, torch.ones(2)])
+            assert not torch.ones(2, requires_grad=True).exp().requires_grad
+            assert not noted[1][0].is_inference()
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+                x.add_(1)
+            assert in_place.changed(noted, "add_") == []
 
 
 def test_memory_that_a_result_shares_with_an_argument_must_not_change(in_place: InPlace) -> None:

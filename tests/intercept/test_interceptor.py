@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pickle
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.interceptor import Interceptor, outside_modules
 from lightning_pipe.partition import find_layers
+from lightning_pipe.patches import all_replaced
 
 
 class Head(nn.Module):
@@ -107,3 +109,37 @@ def test_nothing_stays_behind() -> None:
     with pytest.raises(RuntimeError), interceptor.installed():
         net(torch.ones(3, 7))
     assert pickle.dumps(net) == before
+
+
+def with_config(use_cache: object) -> nn.Module:
+    module = nn.Sequential(nn.Linear(1, 1))
+    module[0].config = SimpleNamespace(use_cache=use_cache)
+    return module
+
+
+def test_the_switch_is_put_back_after_an_error() -> None:
+    module = with_config(True)
+
+    def fails() -> None:
+        with all_replaced(Interceptor(module, [], tells=False).caches_off()):
+            assert module[0].config.use_cache is False
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert module[0].config.use_cache is True
+
+
+def test_it_is_told_once_and_only_where_something_is_switched() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for caches in (Interceptor(with_config(False), []), Interceptor(with_config(True), [], tells=False)):
+            with all_replaced(caches.caches_off()):
+                pass
+    caches = Interceptor(with_config(True), [])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with all_replaced(caches.caches_off()):
+                pass
+    assert ["use_cache" in str(one.message) for one in told] == [True]

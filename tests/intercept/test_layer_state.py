@@ -111,13 +111,13 @@ def test_a_run_that_ends_early_puts_back_what_it_has_set() -> None:
 
 def test_a_second_run_finds_what_the_first_one_has_found() -> None:
     rank = Rank(1)
-    with rank.run(complete=True):
-        rank.b.scale *= 0.5
-    found = rank.state.set_by_run
-    with rank.run(complete=True):
-        rank.b.scale *= 0.5
-    with rank.state.restored(found):
-        assert rank.b.scale == 1.0
+    unset, first = rank.state.begin_first(), rank.state.begin_first()
+    for _ in range(2):
+        with rank.run(complete=True):
+            rank.b.scale *= 0.5
+    for run in (unset, first):
+        with rank.state.restored(run):
+            assert rank.b.scale == 1.0
     assert rank.b.scale == 0.25
 
 

@@ -23,12 +23,6 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.random_streams import RandomStreams
-from lightning_pipe.intercept.torch_functions import (
-    FACTORIES,
-    RANDOM,
-    changed_in_place,
-    draws,
-)
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.single_process import SingleProcess
@@ -532,38 +526,3 @@ class Keeps(nn.Module):
 
 def test_tables_that_are_kept_and_numbers_that_differ_are_no_other_path() -> None:
     pipelined(Keeps(), [batch()] * 2, 3, ranks=1, stages=4, layers="layers")
-
-
-def test_torch_tells_what_functions_do() -> None:
-    random = ("rrelu_", "native_dropout", "lstm", "rand", "_standard_gamma", "scaled_dot_product_attention")
-    assert all(name in RANDOM for name in random)
-    assert not any(name in RANDOM for name in ("relu", "matmul", "add_", "max_pool2d", "no_such_function", "__init__"))
-    assert all(name in FACTORIES for name in ("triu_indices", "hann_window", "zeros_like", "tensor"))
-    assert not any(name in FACTORIES for name in ("to", "clone", "add"))
-
-
-def test_functions_in_python_may_draw() -> None:
-    assert draws(F.fractional_max_pool2d, "fractional_max_pool2d")
-    assert draws(torch.pca_lowrank, "pca_lowrank")
-    assert draws(F.multi_head_attention_forward, "multi_head_attention_forward")
-    assert draws(nn.init.xavier_uniform_, "xavier_uniform_")
-    assert draws(batch, "batch")  # not torch's: nobody knows
-    assert not draws(torch.relu, "relu")
-    for function in (F.relu, F.cross_entropy, F.layer_norm, F.max_pool2d, torch.einsum, Tensor.norm):
-        assert not draws(function, function.__name__)
-
-
-@pytest.mark.parametrize("name", ["__ilshift__", "__irshift__", "__iadd__", "__iand__", "add_", "relu_"])
-def test_changes_in_place_are_known_by_name(name: str) -> None:
-    x = torch.ones(2)
-    (found,) = changed_in_place(name, (x, x), {})
-    assert found is x
-
-
-def test_changes_in_place_on_demand() -> None:
-    x = torch.ones(2)
-    for args, kwargs in (((x, True), {}), ((x,), {"inplace": True})):
-        (found,) = changed_in_place("relu", args, kwargs)
-        assert found is x
-    assert changed_in_place("relu", (x, False), {}) == changed_in_place("relu", (x,), {}) == []
-    assert changed_in_place("__init__", (x,), {}) == []

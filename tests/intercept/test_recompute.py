@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -29,18 +32,27 @@ def gradients_of(
     recompute: Recompute,
     *,
     stages: int = 2,
-    layers: str = "layers",
     schedule: str = "gpipe",
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients and buffers after one batch on one rank."""
     transport = SingleProcess()
     net = copy.deepcopy(net)
-    sequence = find_layers(net, layers)
+    sequence = find_layers(net, "layers")
     balance = [len(sequence) // stages + (stage < len(sequence) % stages) for stage in range(stages)]
     pipeline = Pipeline(net, sequence, balance, schedules.get(schedule), transport, recompute=recompute)
     pipeline.train(lambda _, part: net(part), parts, [1 / len(parts)] * len(parts), seed=3)
     grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     return grads, {name: b.clone() for name, b in net.named_buffers()}
+
+
+def assert_same_bits(net: nn.Module, parts: list[Any], recompute: Recompute = "always", **options: Any) -> None:
+    """Gradients and buffers are those without recomputation, to the last bit."""
+    (expected, buffers), (found, found_buffers) = (
+        gradients_of(net, [part.clone() for part in parts], which, **options) for which in ("never", recompute)
+    )
+    assert found.keys() == expected.keys()
+    for name, value in [*expected.items(), *buffers.items()]:
+        assert torch.equal({**found, **found_buffers}[name], value), name
 
 
 class Block(nn.Module):
@@ -76,59 +88,38 @@ class Net(nn.Module):
 @pytest.mark.parametrize("recompute", ["always", "except_last"])
 def test_gradients_are_the_same_to_the_last_bit(recompute: Recompute, schedule: str) -> None:
     torch.manual_seed(0)
-    net, parts = Net(), list(torch.randn(12, 8).tensor_split(3))
-    expected, buffers = gradients_of(net, parts, "never", schedule=schedule)
-    found, found_buffers = gradients_of(net, parts, recompute, schedule=schedule)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-    for name, value in buffers.items():
-        assert torch.equal(found_buffers[name], value), name
+    assert_same_bits(Net(), list(torch.randn(12, 8).tensor_split(3)), recompute, schedule=schedule)
 
 
 def test_under_autocast_the_same_bits() -> None:
-    torch.manual_seed(0)
-    net, parts = Net(), list(torch.randn(12, 8).tensor_split(3))
-
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-
+    class Cast(Net):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
-                return self.net(x)  # type: ignore[no-any-return]
+                return super().forward(x)
 
-    expected, _ = gradients_of(Cast(), parts, "never", layers="net.layers")
-    found, _ = gradients_of(Cast(), parts, "always", layers="net.layers")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    torch.manual_seed(0)
+    assert_same_bits(Cast(), list(torch.randn(12, 8).tensor_split(3)))
+
+
+class InLine(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
 
 
 def test_a_layer_that_changes_its_input_finds_it_as_it_came() -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
+    class Changing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             x.add_(1)
-            return self.linear(torch.sin(x))
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Changing() for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.square().mean()
+            return super().forward(torch.sin(x))
 
     torch.manual_seed(0)
-    net, parts = Outer(), list(torch.randn(6, 8).tensor_split(3))
-    expected, _ = gradients_of(net, [part.clone() for part in parts], "never")
-    found, _ = gradients_of(net, [part.clone() for part in parts], "always")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_same_bits(InLine(lambda: Changing(8, 8)), list(torch.randn(6, 8).tensor_split(3)))
 
 
 class Expanding(nn.Module):
@@ -147,14 +138,10 @@ class Expanding(nn.Module):
         return (x + wide.contiguous().add_(1) * wide).square().mean()
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_first_run_finds_the_strides_that_came() -> None:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        data = [{"x": torch.randn(size, 8)} for size in (6, 6, 3)]
-        assert_same(Expanding(), data, ranks=3, layers="layers", recompute="always", schedule="gpipe")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    data = [{"x": torch.randn(size, 8)} for size in (6, 6, 3)]
+    assert_same(Expanding(), data, ranks=3, layers="layers", recompute="always", schedule="gpipe")
 
 
 class Counting(nn.Module):
@@ -189,30 +176,44 @@ class Forces(nn.Module):
         return energy + force
 
 
-class InLine(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(4))
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("make", [Counting, Forces])
+def test_the_second_run_finds_what_the_first_one_found(make: Any, schedule: str) -> None:
+    data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
+    assert_same(InLine(make), data, ranks=2, layers="layers", recompute="always", schedule=schedule)
+
+
+class Sometimes(nn.Linear):
+    """Sets what it computes with for some micro-batches alone."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.gain = 1.0
+        self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        if len(x) > 3:
+            self.gain, self.scale = self.gain * 0.5, self.scale * 0.5
+        return super().forward(x).tanh() * self.gain * self.scale
 
 
-MAKES = [Counting, Forces]
+class SetsSometimes(InLine):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 3:
+            self.layers[3].gain = 0.5
+        return super().forward(x)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-@pytest.mark.parametrize("make", MAKES, ids=["counting", "forces"])
-def test_the_second_run_finds_what_the_first_one_found(make: Any, schedule: str) -> None:
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+@pytest.mark.parametrize("kind", [InLine, SetsSometimes])
+def test_the_second_run_finds_nothing_that_later_micro_batches_have_set(kind: Any, recompute: Recompute) -> None:
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
-        assert_same(InLine(make), data, ranks=2, layers="layers", recompute="always", schedule=schedule)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    net, parts = kind(Sometimes), [torch.randn(size, 8) for size in (4, 3, 4, 3)]
+    expected, buffers = gradients_of(net, parts, "never")
+    found, found_buffers = gradients_of(net, parts, recompute)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(found_buffers[name], value) for name, value in buffers.items())
 
 
 def test_statistics_that_begin_to_change_later_are_changed_once() -> None:
@@ -241,6 +242,8 @@ class Changing(nn.Module):
         self.linear, self.change, self.first = nn.Linear(8, 8), change, first
         self.items, self.table, self.mean = list[float](), {"n": 0}, torch.zeros(8)
         self.book = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.uses = nn.Parameter(torch.zeros(8, dtype=torch.long), requires_grad=False)
+        self.calls = self.marked = 0
         self.register_buffer("runs", torch.zeros(()))
         self.register_buffer("average", torch.zeros(8))
         self.register_buffer("variance", torch.ones(8))
@@ -265,6 +268,10 @@ CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
     "layers.[04]": lambda layer, x: layer.book.add_(x.mean(0)),
     "layers.[04] ": lambda layer, x: layer.book.data.add_(x.mean(0)),
     " layers.[04]": lambda layer, _: layer.linear.weight.data.mul_(0.9),
+    " layers.[04] ": lambda layer, _: layer.linear.weight.data.neg_(),
+    "layers.[04]  ": lambda layer, _: layer.uses.add_(1),
+    "calls": lambda layer, _: vars(layer).update(calls=layer.calls + 1),
+    "marked": lambda layer, _: delattr(layer, "marked"),
     "average": lambda layer, x: nn.functional.batch_norm(x, layer.average, layer.variance, training=True),
 }
 
@@ -284,8 +291,23 @@ def test_what_is_no_number_has_not_changed() -> None:
             super().__init__(8, 8)
             self.register_buffer("unknown", torch.full((3,), torch.nan))
             self.spare = nn.Parameter(torch.full((3,), torch.nan))
+            self.array = np.full(3, np.nan)
 
     net, parts = InLine(Unknown), [torch.randn(3, 8)] * 2
+    (expected, _), (found, _) = (gradients_of(net, parts, which) for which in ("never", "always"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_what_is_made_once_may_be_made_past_modules() -> None:
+    class Caching(nn.Linear):
+        @cached_property
+        def scale(self) -> float:
+            return 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    net, parts = InLine(lambda: Caching(8, 8)), [torch.randn(3, 8)] * 2
     expected, _ = gradients_of(net, parts, "never")
     found, _ = gradients_of(net, parts, "always")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -318,56 +340,68 @@ def test_user_checkpoints_inside_layers_recompute_as_well() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.body, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Inner(reentrant) for reentrant in (False, True, False, True))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.square().mean()
-
     torch.manual_seed(0)
-    net, parts = Outer(), list(torch.randn(6, 8).tensor_split(3))
-    expected, _ = gradients_of(net, parts, "never")
-    found, _ = gradients_of(net, parts, "always")
+    reentrant = iter((False, True, False, True))
     # The first layer of a stage gets its input without gradient on one device and in a pipeline alike.
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_same_bits(InLine(lambda: Inner(next(reentrant))), list(torch.randn(6, 8).tensor_split(3)))
 
 
 def test_a_step_that_takes_another_path_the_second_time_raises() -> None:
-    class Fickle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-            self.runs = 0
+    class Fickle(InLine):
+        runs = 0
 
         def forward(self, x: Tensor) -> Tensor:
             self.runs += 1
             x = self.layers[0](x)
-            if self.runs % 2:
-                x = x * 2
-            return self.layers[1](x).square().mean()  # type: ignore[no-any-return]
+            return super().forward(x * 2 if self.runs % 2 else x)
 
     with pytest.raises(CutError, match=r"another path|same path"):
-        gradients_of(Fickle(), [torch.randn(2, 4)] * 2, "always", stages=2, schedule="gpipe")
+        gradients_of(Fickle(lambda: nn.Linear(8, 8)), [torch.randn(2, 8)] * 2, "always", stages=2, schedule="gpipe")
 
 
+def closure() -> Callable[[], float]:
+    box = [0.0]
+
+    def count() -> float:
+        box[0] += 1.0
+        return box[0]
+
+    return count
+
+
+OWN: dict[str, Callable[[], Callable[[], Any]]] = {
+    "iterator": lambda: partial(next, itertools.count(1.0)),
+    "generator": lambda: partial(torch.rand, (), generator=torch.Generator().manual_seed(1)),
+    "numpy": lambda: np.random.default_rng(1).random,
+    "closure": closure,
+    "data": lambda: torch.ones(()).data.mul_(2).mul_,
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("own", OWN)
+def test_a_layer_that_computes_something_else_the_second_time_raises(own: str, stages: int) -> None:
+    class Takes(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.take = (OWN[own](),)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 0.01 * float(self.take[0](2.0) if own == "data" else self.take[0]()))
+
+    with pytest.raises(CutError, match="left other values"):
+        gradients_of(InLine(Takes), [torch.randn(3, 8)] * 2, "always", stages=stages)
+
+
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_encoders_and_decoders_of_bart(recompute: Recompute) -> None:
     """Caches are on by default, as in the zoo of models; the step makes a new one each time it runs."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
-        sizes |= {"vocab_size": 50, "d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-        off = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
-        model = hf.BartForConditionalGeneration(hf.BartConfig(max_position_embeddings=16, **sizes, **off))
-        ids = torch.randint(2, 50, (5, 9))
-        batches = [{"input_ids": ids, "labels": ids}] * 2
-        layers = ["model.encoder.layers", "model.decoder.layers"]
-        assert_same(model, batches, micro_batches=2, ranks=4, layers=layers, recompute=recompute, schedule="gpipe")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes |= {"vocab_size": 50, "d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    off = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
+    model = hf.BartForConditionalGeneration(hf.BartConfig(max_position_embeddings=16, **sizes, **off))
+    ids = torch.randint(2, 50, (5, 9))
+    batches = [{"input_ids": ids, "labels": ids}] * 2
+    layers = ["model.encoder.layers", "model.decoder.layers"]
+    assert_same(model, batches, micro_batches=2, ranks=4, layers=layers, recompute=recompute, schedule="gpipe")

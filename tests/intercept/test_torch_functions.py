@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from lightning_pipe.intercept.call_record import LEAF, Passed
 from lightning_pipe.intercept.torch_functions import (
-    FACTORIES,
     RANDOM,
     changed_in_place,
     draws,
@@ -33,12 +32,13 @@ X, Y = torch.ones(2), torch.zeros(2)
     [
         ("add", (X, Y), {}, []),
         ("add_", (X, Y), {}, [X]),
-        ("__iadd__", (X, Y), {}, [X]),
+        *[(name, (X, Y), {}, [X]) for name in ("__iadd__", "__ilshift__", "__irshift__", "__iand__", "relu_")],
         ("__setitem__", (X, 0, 1.0), {}, [X]),
         ("data.__set__", (X, Y), {}, [X]),
         ("add", (X, X), {"out": Y}, [Y]),
-        ("relu", (X, True), {}, [X]),
-        ("relu", (X,), {"inplace": False}, []),
+        *[("relu", (X, flag), {}, [X] * flag) for flag in (True, False)],
+        *[("relu", (X,), {"inplace": flag}, [X] * flag) for flag in (True, False)],
+        ("relu", (X,), {}, []),
         ("batch_norm", (torch.ones(1, 2), X, Y), {"training": True}, [X, Y]),
         ("batch_norm", (torch.ones(1, 2), X, Y), {"training": False}, []),
         ("embedding", (torch.tensor([0]), X), {"max_norm": 1.0}, [X]),
@@ -53,13 +53,23 @@ def test_changes_in_place_are_known_by_name(
 
 
 def test_what_draws_is_known() -> None:
-    assert draws(F.dropout, "dropout")
-    assert not draws(F.relu, "relu")
-    assert not draws(F.linear, "linear")
-    assert draws(lambda x: x, "of somebody else")
-    assert "bernoulli" in RANDOM
-    assert "zeros" in FACTORIES
-    assert "to" not in FACTORIES
+    for function in (F.dropout, F.fractional_max_pool2d, F.multi_head_attention_forward, torch.pca_lowrank):
+        assert draws(function, function.__name__)
+    assert draws(torch.nn.init.xavier_uniform_, "xavier_uniform_")
+    assert draws(lambda x: x, "of somebody else"), "not torch's: nobody knows"
+    for function in (F.relu, F.linear, F.cross_entropy, F.layer_norm, torch.relu, torch.einsum, torch.Tensor.norm):
+        assert not draws(function, function.__name__)
+    random = (
+        "rrelu_",
+        "native_dropout",
+        "lstm",
+        "rand",
+        "_standard_gamma",
+        "scaled_dot_product_attention",
+        "bernoulli",
+    )
+    assert all(name in RANDOM for name in random)
+    assert not any(name in RANDOM for name in ("relu", "matmul", "add_", "max_pool2d", "no_such_function", "__init__"))
 
 
 def may_draw(function: FunctionType) -> bool:

@@ -123,7 +123,7 @@ def summed_in_sixteen_bits(
         weights = [(1 + transport.replica) * share for share in shares]
         if pipeline.asynchronous is None:
             pipeline.train(lambda _, part: net(**part), parts, weights, seed=number)
-        elif not pipeline.advance(lambda _, part: net(**part), parts, weights, seed=number).update:
+        elif not pipeline.asynchronous.advance(lambda _, part: net(**part), parts, weights, seed=number).update:
             continue
         summed.append({n: p.grad.clone() for n, p in pipeline.local_parameters() if p.grad is not None})
         net.zero_grad()

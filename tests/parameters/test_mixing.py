@@ -127,12 +127,6 @@ def apart_lars(own: Own) -> None:
             parameter.add_(gradient, alpha=-0.1)
 
 
-def apart_two_passes(own: Own) -> None:
-    ratios = [float(torch.tensor(2.0)) * (g.norm() / p.norm()).item() for p, g in own.pairs()]
-    for (parameter, gradient), ratio in zip(own.pairs(), ratios, strict=True):
-        parameter.sub_(ratio * gradient)
-
-
 def apart_float(own: Own) -> None:
     for parameter, gradient in own.pairs():
         parameter.sub_(gradient / float(gradient.norm()))
@@ -152,13 +146,6 @@ def apart_scratch(own: Own) -> None:
         part.copy_(gradient.view(-1))
         torch.mul(part, shared.to(parameter), out=part)
         parameter.add_(part.view_as(parameter) * shared.pow(2.0), alpha=-0.1)
-
-
-def apart_foreach(own: Own) -> None:
-    weights, slopes = (list(each) for each in zip(*own.pairs(), strict=True))
-    norms = torch._foreach_norm(slopes)
-    torch._foreach_div_(slopes, norms)
-    torch._foreach_add_(weights, torch._foreach_mul(slopes, [0.1] * len(slopes)), alpha=-1.0)
 
 
 def apart_state(own: Own) -> None:
@@ -279,28 +266,8 @@ def test_what_cannot_be_copied() -> None:
         optimizer.step()
 
 
-def joins_stack(own: Own) -> None:
-    total = torch.stack([gradient.norm() for _, gradient in own.pairs()]).norm()
-    for parameter, gradient in own.pairs():
-        parameter.sub_(gradient / total.clamp(min=1e6))
-
-
-def joins_sum(own: Own) -> None:
-    total = torch.zeros(())
-    for _, gradient in own.pairs():
-        total += gradient.square().sum()
-    for parameter, gradient in own.pairs():
-        parameter.addcdiv_(gradient, total.sqrt(), value=-0.1)
-
-
 def joins_items(own: Own) -> None:
     total = math.sqrt(sum(gradient.norm().item() ** 2 for _, gradient in own.pairs()))
-    for parameter, gradient in own.pairs():
-        parameter.sub_(gradient, alpha=0.1 / total)
-
-
-def joins_floats(own: Own) -> None:
-    total = sum(float(gradient.norm()) ** 2 for _, gradient in own.pairs()) ** 0.5
     for parameter, gradient in own.pairs():
         parameter.sub_(gradient, alpha=0.1 / total)
 
@@ -309,19 +276,6 @@ def joins_decision(own: Own) -> None:
     if all(bool(torch.isfinite(gradient).all()) for _, gradient in own.pairs()):
         for parameter, gradient in own.pairs():
             parameter.sub_(gradient, alpha=0.1)
-
-
-def joins_clipping(own: Own) -> None:
-    nn.utils.clip_grad_norm_([parameter for parameter, _ in own.pairs()], 1e6)
-    for parameter, gradient in own.pairs():
-        parameter.sub_(gradient, alpha=0.1)
-
-
-def joins_flat(own: Own) -> None:
-    flat = torch.cat([gradient.view(-1) for _, gradient in own.pairs()])
-    flat /= flat.norm()
-    for (parameter, _), part in zip(own.pairs(), flat.split([g.numel() for _, g in own.pairs()]), strict=True):
-        parameter.sub_(part.view_as(parameter))
 
 
 def joins_first(own: Own) -> None:
@@ -338,14 +292,6 @@ def joins_kept(own: Own) -> None:
         own.mean.lerp_(gradient.mean(), 0.1)
     for parameter, gradient in own.pairs():
         parameter.sub_(gradient * own.mean)
-
-
-def joins_filled(own: Own) -> None:
-    norms = torch.zeros(3)
-    for number, (_, gradient) in enumerate(own.pairs()):
-        norms[number] = gradient.norm()
-    for parameter, gradient in own.pairs():
-        parameter.sub_(gradient / norms.sum())
 
 
 def joins_estimate(own: Own) -> None:

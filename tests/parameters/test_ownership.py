@@ -126,10 +126,26 @@ def test_every_tensor_changes_its_type_in_nested_and_shared_modules() -> None:
     net.layers = nn.ModuleList(WithShared(shared, nn.Linear(2, 2)) for _ in range(2))
     ownership, _ = divided(0, net)
     ownership.release_layers()
+    before = [*net.parameters()]
     net.double()
+    assert all(one is other for one, other in zip(before, net.parameters(), strict=True))
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float64}
     assert net.layers[0](torch.ones(1, 2).double()).dtype == torch.float64
     assert is_absent(net.layers[1].own.weight)
+
+
+def test_recurrent_layers_of_other_ranks_change_their_type_and_come_back() -> None:
+    """Torch refers to their weights weakly again whenever it has changed them."""
+    net = Net()
+    net.layers[1] = nn.LSTM(2, 2)
+    ownership, _ = divided(0, net)
+    ownership.release_layers()
+    before = [*net.parameters()]
+    net.double()
+    assert all(is_absent(parameter) for parameter in net.layers[1].parameters())
+    ownership.restore(lambda name, owners, tensor: torch.ones(tensor.shape, dtype=tensor.dtype))
+    assert all(one is other for one, other in zip(before, net.parameters(), strict=True))
+    assert net.layers[1](torch.ones(1, 2).double())[0].dtype == torch.float64
 
 
 def test_after_the_first_batch_users_alone_hold_what_is_outside() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +105,7 @@ def on_ranks(process: int, options: dict[str, Any], accumulate: int = 1) -> Any:
     return found, pipeline.evaluate(lambda batch: model(batch[0]), batches(11)), model.sizes
 
 
-def joint_passes(process: int, scaling: Any, dropout: float) -> tuple[list[float], int]:
+def joint_passes(scaling: Any, dropout: float) -> tuple[list[float], int]:
     """The losses, and how many forward passes were over two micro-batches."""
     model = net(dropout=dropout)
     pipeline = Pipeline(model, layers="blocks", micro_batches=4, schedule=Chimera(scaling=scaling))
@@ -120,11 +117,14 @@ def joint_passes(process: int, scaling: Any, dropout: float) -> tuple[list[float
     return losses, pipeline._engine.executor.joint.passes
 
 
+def both_scalings(process: int, dropout: float) -> list[tuple[list[float], int]]:
+    return [joint_passes(scaling, dropout) for scaling in ("direct", "forward_doubling")]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_forward_doubling_changes_no_numbers(dropout: float) -> None:
     """Those of a micro-batch are the same in all schedules; what draws random numbers runs apart."""
-    (expected, _), _ = run_world(joint_passes, 2, timeout=SECONDS, scaling="direct", dropout=dropout)
-    for losses, passes in run_world(joint_passes, 2, timeout=SECONDS, scaling="forward_doubling", dropout=dropout):
+    for (expected, _), (losses, passes) in run_world(both_scalings, 2, timeout=SECONDS, dropout=dropout):
         assert losses == pytest.approx(expected, rel=TOLERANCE)
         assert (passes > 0) == (dropout == 0)
 
@@ -422,23 +422,3 @@ def with_dropout(process: int) -> list[float]:
     model = Net(dropout=0.5)
     pipeline = Pipeline(model.double(), layers="blocks", stages=2, micro_batches=2)
     return [pipeline.train(model.loss, batch).item() for batch in batches(2)]
-
-
-# ---------------------------------------------------------------------- without Lightning
-
-SCRIPT = """
-import sys
-import lightning_pipe
-import torch
-model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
-pipeline = lightning_pipe.Pipeline(model, stages=2, micro_batches=2)
-pipeline.train(lambda x: model(x).square().mean(), torch.ones(4, 2))
-assert not {"lightning", "pytorch_lightning", "lightning_fabric"} & set(sys.modules)
-import lightning
-assert "pipe_gpipe" in lightning.pytorch.strategies.StrategyRegistry.available_strategies()
-"""
-
-
-def test_lightning_is_not_imported_and_finds_the_strategy_afterwards() -> None:
-    """Before, too, as ``tests/test_distributions.py`` shows."""
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, cwd=Path(__file__).parents[2], timeout=SECONDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -33,6 +35,19 @@ def test_a_plan_with_measured_costs_counts_activations_and_unequal_stages() -> N
         plan(net, 2, batch=8, balance="time")
     with pytest.raises(ConfigurationError, match="of another module"):
         plan(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), 2, batch=8, profile=profile)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev", "chimera", "interleaved"])
+def test_a_rank_with_both_layers_of_a_tied_parameter_holds_it_once(schedule: str) -> None:
+    """DualPipeV has the first and the last stage on one rank, Chimera on each of two."""
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    net[3].weight = net[0].weight
+    costs = SizeCosts((1.0,) * 4, (2.0,) * 4, (1.0,) * 4, (0.0,) * 4, (0.0,) * 4)
+    profile = replace(without_times(net, find_layers(net)), sizes={1: costs})
+    plain, measured = (
+        plan(net, 2, batch=8, micro_batches=4, schedule=schedule, profile=each) for each in (None, profile)
+    )
+    assert [one.step for one in measured.memory] == [one.step for one in plain.memory]
 
 
 def test_a_rank_never_holds_the_most_of_all_its_stages_at_once() -> None:

@@ -16,6 +16,7 @@ from recipes.modules.gpt2 import GPT2
 from recipes.modules.language import Perplexity
 from recipes.optimizers import decay_groups
 from tests.recipes.conftest import write_text
+from tests.support.oracle import SILENT
 
 
 def small_gpt2() -> GPT2:
@@ -54,10 +55,7 @@ def test_it_learns_on_one_device_and_its_checkpoint_loads_alone(tmp_path: Path) 
         accelerator="cpu",
         callbacks=[throughput, curve],
         log_every_n_steps=10,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
         gradient_clip_val=1.0,
         inference_mode=False,
     )

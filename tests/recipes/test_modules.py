@@ -25,6 +25,7 @@ from recipes.modules.gpipe_transformer import TransformerLM
 from recipes.modules.nmt import Translator
 from recipes.modules.unet import Denoiser
 from tests.recipes.data.test_translation import data_module
+from tests.support.oracle import SILENT
 
 
 def halves(batch: dict[str, Tensor], first: int) -> list[dict[str, Tensor]]:
@@ -239,10 +240,7 @@ def test_it_learns_to_translate_and_bleu_tells(tmp_path: Path) -> None:
     trainer = L.Trainer(
         max_epochs=20,
         accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
         num_sanity_val_steps=0,
     )
     before = trainer.validate(module, data, verbose=False)[0]

@@ -159,12 +159,11 @@ CASES = {
 FAST = [
     ("weighted", "parameters"),
     ("normalised", "parameters"),
-    ("pretrained", "tensor"),
     ("bf16_mixed_tensor", "tensor"),
     ("bf16_true_built", "parameters"),
     ("scaled", "parameters"),
 ]
-"""Each way to use a Trainer once."""
+"""Each way to use a Trainer once; test_without_memory has models that are read from files."""
 
 
 class Scales(L.Callback):

@@ -32,14 +32,6 @@ def test_the_grid_is_the_golden_one(name: str) -> None:
     assert draw(timeline_of(name), width=200) + "\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
-def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeline = timeline_of("gpipe")
-    assert "\x1b" not in str(timeline)
-    assert "\x1b[38;5;16;48;5;117mF0\x1b[0m " in draw(timeline, colour=True)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in draw(timeline, colour=True)
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_grid_fits_the_width(width: int) -> None:
     timeline = simulate(schedules.get("1f1b").build(ranks=8, micro_batches=40))

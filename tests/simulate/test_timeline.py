@@ -25,7 +25,7 @@ def test_measured_events_make_a_timeline() -> None:
     assert timeline.ranks == 2
     assert timeline.events[0] == Event(0, Kind.FORWARD, 0, 0, 0, 0.0, 1.0)
     assert [event.rank for event in timeline.events] == [0, 0, 1, 1, 1]
-    assert (timeline.makespan, timeline.busy, timeline.idle_in_span) == (8.0, (3.0, 3.0), (5.0, 0.0))
+    assert (timeline.makespan, timeline.busy) == (8.0, (3.0, 3.0))
     assert timeline.bubble_ratio == (16 - 6) / 16
     assert timeline.peak_activations == (1, 1)
 
@@ -33,7 +33,6 @@ def test_measured_events_make_a_timeline() -> None:
 def test_ranks_without_events_are_idle() -> None:
     timeline = Timeline.of([(0, "F", 0, 0, 0, 0, 1)], ranks=4)
     assert timeline.bubble_ratio == Fraction(3, 4)
-    assert timeline.idle_in_span == (0, 0, 0, 0)
     assert timeline.peak_activations == (1, 0, 0, 0)
 
 

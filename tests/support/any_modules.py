@@ -95,21 +95,6 @@ class Backwards(Lit):
         return self.out(self.decoder(torch.tanh(self.encoder(x))))
 
 
-class Autoencoder(Lit):
-    """The step calls the two halves itself, and ``forward`` the first one alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        self.decoder = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.decoder(self.encoder(x)), x)
-
-
 class Variational(Lit):
     """Two heads side by side, and methods that are no ``forward``."""
 
@@ -153,22 +138,6 @@ class _Residual(nn.Module):
         return F.relu(h + self.shortcut(x))
 
 
-class Residual(_Image):
-    """A stem and four ``layerN``, as residual networks are written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(3, 4, 3, 1, 1), nn.GroupNorm(2, 4)
-        self.layer1 = nn.Sequential(_Residual(4, 4), _Residual(4, 4))
-        self.layer2 = nn.Sequential(_Residual(4, 8, 2), _Residual(8, 8))
-        self.layer3 = nn.Sequential(_Residual(8, 16, 2), _Residual(16, 16))
-        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.norm1(self.conv1(x)))
-        return self.fc(self.pool(self.layer3(self.layer2(self.layer1(h)))).flatten(1))
-
-
 class ResidualSequence(_Image):
     """One sequence of convolutions: the parameters are at its end, the work at its beginning."""
 
@@ -202,57 +171,6 @@ class Segmentation(_Image):
         return self.head(h)
 
 
-class Pyramid(_Image):
-    """Features of several sizes, and one head that is called on each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c1, self.c2, self.c3 = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
-        self.lateral1, self.lateral2, self.lateral3 = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-        self.head = nn.Conv2d(8, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one = F.relu(self.c1(x))
-        two = F.relu(self.c2(one))
-        three = F.relu(self.c3(two))
-        p3 = self.lateral3(three)
-        p2 = self.lateral2(two) + F.interpolate(p3, scale_factor=2)
-        p1 = self.lateral1(one) + F.interpolate(p2, scale_factor=2)
-        return sum(self.head(p).mean((2, 3)) for p in (p1, p2, p3))
-
-
-class Dense(_Image):
-    """Each block sees the results of all before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({f"block{i}": nn.Conv2d(3 + 4 * i, 4, 3, padding=1) for i in range(5)})
-        self.classifier = nn.Linear(23, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [x]
-        for block in self.blocks.values():
-            features.append(F.relu(block(torch.cat(features, 1))))
-        return self.classifier(torch.cat(features, 1).mean((2, 3)))
-
-
-class VisionTransformer(_Image):
-    """A class token and positions are parameters of the module itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 16, 4, 4)
-        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, 16)), nn.Parameter(torch.zeros(1, 5, 16))
-        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
-        self.transformer = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.patches(x).flatten(2).transpose(1, 2)
-        h = torch.cat([self.token.expand(len(h), -1, -1), h], 1) + self.positions
-        return self.head(self.transformer(h)[:, 0])
-
-
 class Recurrent(_Series):
     """A recurrent module with a projector."""
 
@@ -278,104 +196,6 @@ class Packed(_Text):
         packed = nn.utils.rnn.pack_padded_sequence(self.table(x), lengths, batch_first=True, enforce_sorted=False)
         padded, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
         return self.out(padded.sum(1))
-
-
-class Seq2Seq(_Series):
-    """An encoder and a decoder that loops over time."""
-
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.out = nn.GRUCell(4, 12), nn.Linear(12, 4)
-
-        def forward(self, h: Tensor) -> Tensor:
-            y = h.new_zeros(len(h), 4)
-            for _ in range(3):
-                h = self.cell(y, h)
-                y = self.out(h)
-            return y
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder, self.encoder = self.Decoder(), nn.GRU(5, 12, batch_first=True)
-        self.between, self.embed = nn.Linear(12, 12), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        _, h = self.encoder(self.embed(x))
-        return self.decoder(torch.tanh(self.between(h[0])))
-
-
-class Wavelet(_Series):
-    """Dilated convolutions whose results are summed at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs, self.output = nn.Conv1d(5, 8, 1), nn.Linear(8, 4)
-        self.filters = nn.ModuleList(nn.Conv1d(8, 8, 3, padding=2**i, dilation=2**i) for i in range(3))
-        self.skips = nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, total = self.inputs(x.transpose(1, 2)), 0
-        for convolution, skip in zip(self.filters, self.skips, strict=True):
-            h = h + torch.tanh(convolution(h))
-            total = total + skip(h)
-        return self.output(total.mean(2))
-
-
-class Backcast(Lit):
-    """Stacks of blocks that subtract what they explain and add up what they forecast."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
-            self.backcast, self.forecast = nn.Linear(16, 8), nn.Linear(16, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.fc(x)
-            return self.backcast(h), self.forecast(h)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stacks = nn.ModuleList(nn.ModuleList(self.Block() for _ in range(2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = 0
-        for stack in self.stacks:
-            for block in stack:
-                back, forecast = block(x)
-                x, total = x - back, total + forecast
-        return total
-
-
-class AttentiveSeries(_Series):
-    """Attention over time between gated parts, with named inputs and a dictionary as the result."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value, self.gate, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
-
-        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-            return self.norm(skip + self.value(x) * torch.sigmoid(self.gate(x)))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm = nn.Linear(5, 16), nn.LSTM(16, 16, batch_first=True)
-        self.gate1, self.gate2 = self.Gate(), self.Gate()
-        self.attention, self.output = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.embed(x)
-        h = self.gate1(self.lstm(h)[0], skip=h)
-        attended, weights = self.attention(h, h, h)
-        return {"prediction": self.output(self.gate2(attended, skip=h)[:, -1]), "weights": weights}
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self(x)["prediction"], y)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])["prediction"]
 
 
 class Encoder(_Text):
@@ -522,29 +342,6 @@ class Predictor(Lit):
         return -(F.cosine_similarity(p, two.detach()) + F.cosine_similarity(q, one.detach())).mean()
 
 
-class Tasks(Lit):
-    """A shared trunk, two heads and a dictionary of metrics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import torchmetrics
-
-        self.metrics = nn.ModuleDict({"one": torchmetrics.MeanSquaredError(), "two": torchmetrics.MeanAbsoluteError()})
-        self.metrics["one"].set_dtype(torch.float64)
-        self.heads = nn.ModuleDict({"one": nn.Linear(16, 2), "two": nn.Linear(16, 2)})
-        self.trunk = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.trunk(x)
-        return torch.cat([self.heads["one"](h), self.heads["two"](h)], 1)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        found = self(x)
-        self.metrics["one"](found[:, :2].contiguous(), y[:, :2].contiguous())
-        self.log("one", self.metrics["one"])
-        return F.mse_loss(found, y)
-
-
 class Alternatives(Lit):
     """Lists of which one element is used; a bigger list of spare ones."""
 
@@ -616,34 +413,6 @@ class Flow(Lit):
         return x
 
 
-class SharedNorm(Lit):
-    """One norm at several places between layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.a, self.b, self.c, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.norm(self.c(self.norm(self.b(self.norm(self.a(x)))))))
-
-
-class Factorised(Lit):
-    """Tables of numbers and of vectors beside a deep network."""
-
-    rows, words, target = (4,), 6, (1,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.vectors = nn.Embedding(6, 1), nn.Embedding(6, 8)
-        self.deep = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        v = 0.1 * self.vectors(x)
-        pairs = 0.5 * (v.sum(1).square() - v.square().sum(1)).sum(1, keepdim=True)
-        return self.linear(x).sum(1) + pairs + self.deep(v.flatten(1))
-
-
 class Experts(Lit):
     """Experts side by side, weighted by a gate."""
 
@@ -657,80 +426,6 @@ class Experts(Lit):
         h = torch.relu(self.inputs(x))
         weights = self.gate(h).softmax(-1)
         return self.out(sum(weights[:, i : i + 1] * expert(h) for i, expert in enumerate(self.experts)))
-
-
-class Graph(Lit):
-    """Products with a dense adjacency that each sample brings along."""
-
-    rows, target = (5, 9), (4,)
-
-    class Convolution(nn.Module):
-        def __init__(self, before: int, behind: int) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(before, behind) / before**0.5)
-            self.bias = nn.Parameter(torch.zeros(behind))
-
-        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-            return adjacency @ x @ self.weight + self.bias
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.readout, self.conv1 = nn.Linear(16, 4), self.Convolution(4, 16)
-        self.conv2, self.conv3 = self.Convolution(16, 16), self.Convolution(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        adjacency, h = x[:, :, :5].softmax(-1), x[:, :, 5:]
-        for convolution in (self.conv1, self.conv2, self.conv3):
-            h = F.relu(convolution(h, adjacency))
-        return self.readout(h.mean(1))
-
-
-class Normed(Lit):
-    """Weights that are computed from others before each use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        wrap = nn.utils.parametrizations.weight_norm
-        self.a, self.b = wrap(nn.Linear(8, 16)), wrap(nn.Linear(16, 16))
-        self.c, self.out = wrap(nn.Linear(16, 16)), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.relu(self.c(F.relu(self.b(F.relu(self.a(x)))))))
-
-
-class Frozen(Lit):
-    """A frozen backbone under no_grad, and a head that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16)).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            h = self.backbone(x)
-        return self.head(h)
-
-
-class Episodes(Lit):
-    """Prototypes of classes from one half of the batch classify the other half; neighbours are of one class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def loss(self, x: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
-        support, found = self(torch.cat([x, queries])).chunk(2)
-        classes = labels.unique()
-        prototypes = torch.stack([support[labels == each].mean(0) for each in classes])
-        return F.cross_entropy(-torch.cdist(found, prototypes), (labels[:, None] == classes).long().argmax(1))
-
-    def data(self) -> DataLoader[Any]:
-        x, _ = super().data().dataset.tensors
-        return DataLoader(TensorDataset(x, torch.arange(24) % 8 // 2, x.flip(1)), batch_size=8)
 
 
 class _Dependent(Lit):

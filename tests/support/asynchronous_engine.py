@@ -192,16 +192,20 @@ def closed_form(
     *,
     micro_batches: int = 1,
     drains: Sequence[int] = (),
+    evaluated: Batch | None = None,
+    rate: Callable[[int], float] | None = None,
     **options: Any,
 ) -> Result:
-    """All batches in order; after ``drains`` batches the pipeline is emptied and evaluates."""
+    """All batches in order; after ``drains`` batches the pipeline is emptied and evaluates; ``rate`` is by step."""
     truth, result = ClosedForm(model, stages, version, optimizer, **options), Result()
     for number, batch in enumerate(data, 1):
+        for each in truth.optimizers if rate else ():
+            each.param_groups[0]["lr"] = rate(number - 1)
         result.losses.append(truth.train(batch, micro_batches, last=number in drains or number == len(data)))
         if number in drains:
             truth.begin()
             with torch.no_grad():
-                result.evaluated.append(float(truth.model(**data[0])))
+                result.evaluated.append(float(truth.model(**evaluated or data[0])))
     result.values = truth.values()
     return result
 
@@ -261,9 +265,9 @@ def train(
         # every replica has its own part of the batch
         parts, weights = (each[transport.replica :: replicas] for each in split(batch, micro_batches * replicas))
         rank.weights.append(weights)
-        rank.take([pipeline.advance(step, parts, rank.weights[-1], seed=number)])
+        rank.take([pipeline.asynchronous.advance(step, parts, rank.weights[-1], seed=number)])
         if number in drains or number == len(data):
-            rank.take(pipeline.drain())
+            rank.take(pipeline.asynchronous.drain())
         if number in drains:
             with torch.no_grad():
                 values = pipeline.evaluate(step, [dict(data[0])])

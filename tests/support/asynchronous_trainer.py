@@ -13,9 +13,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.support.asynchronous_engine import Batch, ClosedForm, Net, Version, batches
+from tests.support import asynchronous_engine
+from tests.support.asynchronous_engine import Batch, Net, Version, batches
 from tests.support.processes import run_trainers
-from tests.support.trainer_runs import quiet
+from tests.support.trainer_runs import QUIET, quiet
 
 EPOCH = 7
 ROWS = (8, 8, 8, 8, 8, 8, 5)
@@ -163,10 +164,8 @@ def fit(
     lit.stop_at = stop_at
     arguments: dict[str, Any] = {
         "max_epochs": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "log_every_n_steps": 1,
+        **QUIET,
+        "logger": logger,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,
         **trainer,
@@ -175,7 +174,6 @@ def fit(
         accelerator="cpu",
         devices=devices,
         strategy=PipeStrategy(**strategy),
-        logger=logger,
         callbacks=[*callbacks, *([Saves(*saves)] if saves else [])],
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if plugins else None,
         **arguments,
@@ -211,18 +209,12 @@ def closed_form(
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses of the batches in this order, evaluations after each drain, and weights at the end."""
     torch.manual_seed(0)
-    truth = ClosedForm(Net().double(), stages, version, optimizer, together)
-    losses, evaluated = [], []
-    for number, index in enumerate(order, 1):
-        for each in truth.optimizers:
-            each.param_groups[0]["lr"] = rate(number - 1)
-        drained = number in drains or number == len(order)
-        losses.append(truth.train(data[index], micro_batches, last=drained))
-        if drained:
-            truth.begin()
-            with torch.no_grad():
-                evaluated.append(float(truth.model(**data[0])))
-    return losses, evaluated, truth.values()
+    options = {"micro_batches": micro_batches, "drains": [*drains, len(order)], "together": together, "rate": rate}
+    batches = [data[index] for index in order]
+    found = asynchronous_engine.closed_form(
+        Net().double(), batches, stages, version, optimizer, evaluated=data[0], **options
+    )
+    return found.losses, found.evaluated, found.values
 
 
 def run(strategy: dict[str, Any], trainer: dict[str, Any], devices: int = 2, **options: Any) -> list[Outcome]:

@@ -17,6 +17,7 @@ from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.topology import Topology
+from tests.support.oracle import loss_of, state_of
 from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 Batch = Mapping[str, Any]
@@ -47,11 +48,6 @@ def cut(parts: Sequence[Any]) -> Cut:
         return tree_map(lambda *one: torch.cat(one) if isinstance(one[0], Tensor) else one[0], *chosen)
 
     return Cut([next(len(leaf) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in parts], together)
-
-
-def loss_of(result: Any) -> Tensor:
-    """The loss in what a model returned."""
-    return result if isinstance(result, Tensor) else result["loss"]
 
 
 def single_device(
@@ -144,8 +140,3 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
     for name, value in expected.items():
         error = (found[name] - value).abs().double()
         assert bool((error <= tolerance * (1 + value.abs().double())).all()), f"{name} is off by {float(error.max())}"
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}

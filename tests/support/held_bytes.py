@@ -19,9 +19,9 @@ from lightning_pipe import PipeStrategy, plan
 from lightning_pipe.config import Sharding
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.local_parts import local
-from lightning_pipe.planning.memory import StepBytes
 from lightning_pipe.planning.render import Plan
 from lightning_pipe.sharding.fully_sharded import FullySharded
+from lightning_pipe.simulate import Held
 from tests.support.trainer_runs import QUIET, quiet
 
 RANKS, BATCH = 2, 4
@@ -35,9 +35,9 @@ POINTS: tuple[tuple[int, int, Sharding], ...] = (
 class Llama(L.LightningModule):
     """Transformers' own plan says how tensor ranks divide it."""
 
-    def __init__(self, width: int = 32, depth: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        sizes = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=16))
 
@@ -53,7 +53,7 @@ class Most(L.Callback):
     """What a process has behind the backward passes of its second batch, before any of it is summed and let go."""
 
     def __init__(self) -> None:
-        self.found = StepBytes(0, 0, 0)
+        self.found = Held(0, 0, 0, 0)
         self._trainer: Any = None
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -69,7 +69,7 @@ class Most(L.Callback):
         own = [p for p in (*self._trainer.lightning_module.parameters(), *divided) if not isinstance(p, AbsentTensor)]
         states = [value for state in self._trainer.optimizers[0].state.values() for value in state.values()]
         moments = [value for value in states if isinstance(value, Tensor) and value.dim()]
-        now = StepBytes(*map(_bytes, (own, (p.grad for p in own), moments)))
+        now = Held(*map(_bytes, (own, (p.grad for p in own), moments)), 0)
         self.found = max(self.found, now, key=sum)
 
 
@@ -79,7 +79,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in present}.values())
 
 
-def train(process: int, replicas: int, tensor: int, sharding: Sharding, **sizes: int) -> tuple[StepBytes, str]:
+def train(process: int, replicas: int, tensor: int, sharding: Sharding) -> tuple[Held, str]:
     """Two batches; what this process has at the most, and what it prints."""
     quiet()
     warnings.filterwarnings("ignore")
@@ -112,7 +112,7 @@ def train(process: int, replicas: int, tensor: int, sharding: Sharding, **sizes:
     )
     tokens = torch.randint(0, 64, (2 * BATCH, 8), generator=torch.Generator().manual_seed(2))
     with patch.object(FullySharded, "_reduce", reduced), redirect_stdout(StringIO()) as printed:
-        trainer.fit(Llama(**sizes), DataLoader(tokens, batch_size=BATCH))
+        trainer.fit(Llama(), DataLoader(tokens, batch_size=BATCH))
     return most.found, printed.getvalue()
 
 

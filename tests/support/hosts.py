@@ -1,4 +1,4 @@
-"""Two hosts on this one: network namespaces that a virtual cable joins. Needs root, ``ip`` and, to shape it, ``tc``."""
+"""Two hosts on this one: network namespaces that a virtual cable joins. Needs root and ``ip``."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ class Host:
             _call("mount", file.encode(), place, None, _MS_BIND, None)
         os.environ["GLOO_SOCKET_IFNAME"] = self.device
 
-    def shape(self, *discipline: str) -> None:
-        """Give the interface a queueing discipline of ``tc``, such as ``("netem", "delay", "1ms")``."""
-        _run("tc", "-n", self.name, "qdisc", "replace", "dev", self.device, "root", *discipline)
-
 
 def pull() -> None:
     """Take the cable out of the host that this process is on: nothing arrives any more, and nobody is told."""
@@ -93,18 +89,15 @@ def joined() -> Iterator[tuple[Host, Host]]:
 
 
 @cache
-def why_not(*discipline: str) -> str | None:
-    """Why there cannot be such hosts here, with a cable that is shaped like this; ``None`` if there can."""
-    missing = [tool for tool in ("ip", *(["tc"] if discipline else [])) if shutil.which(tool) is None]
-    if missing:
-        return f"{', '.join(missing)} of iproute2 is not installed"
+def why_not() -> str | None:
+    """Why there cannot be such hosts here; ``None`` if there can."""
+    if shutil.which("ip") is None:
+        return "ip of iproute2 is not installed"
     try:
         with joined() as (host, _):
             subprocess.run(["ip", "netns", "exec", host.name, "true"], check=True, capture_output=True)
-            if discipline:
-                host.shape(*discipline)
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"network namespaces cannot be made or shaped: {error}"
+        return f"network namespaces cannot be made: {error}"
     return None
 
 

@@ -5,15 +5,12 @@ A test says it by a mark, ``@pytest.mark.feature(area, feature, verdict, how)``.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -110,21 +107,6 @@ def page(found: Iterable[Claim]) -> str:
             tests = ", ".join(dict.fromkeys("`{}` `{}`".format(*claim.test.split("::", 1)) for claim in said))
             parts.append(f"| {feature} | {verdict} | {how} | {tests} |\n")
     return "".join(parts)
-
-
-def asserts(function: Any) -> bool:
-    """Whether a test looks at behaviour: it has an assertion, expects an error, or calls something that asserts."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    return any(_asserts(node) for node in ast.walk(tree))
-
-
-def _asserts(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assert):
-        return True
-    if not isinstance(node, ast.Call):
-        return False
-    name = ast.unparse(node.func).rsplit(".", 1)[-1]
-    return name.startswith("assert_") or name in ("raises", "warns", "check")
 
 
 def required() -> Iterator[tuple[str, str]]:

@@ -35,7 +35,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "unset": "construction/test_dropped_references",
     },
     "engine": {
-        "connections": "transport/test_transports",
         "pipeline": "engine/test_schedules",
         "refusals": "trainer/test_checks",
         "turns": "intercept/turns/test_run",
@@ -52,7 +51,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     "partition": {"cache": "partition/test_calls", "holding": "planning/test_memory"},
     "planning": {
         "command": "test_cli",
-        "layer_sizes": "planning/test_make",
         "prediction": "planning/test_search",
         "schedule_command": "test_cli",
         "search_result": "planning/test_search",
@@ -71,12 +69,8 @@ _ROOMS: dict[str, dict[str, str]] = {
             "building_block",
             "chimera",
             "dual_pipe",
-            "dual_pipe_v",
-            "gems",
             "gpipe",
             "interleaved",
-            "interleaved_zero_bubble",
-            "looped_bfs",
             "naive",
             "one_f_one_b",
             "zero_bubble",

@@ -17,6 +17,13 @@ from tests.support.model_zoo import Entry
 from tests.support.zoo.base import Module
 
 TOLERANCE = 1e-9
+SILENT: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of a Trainer that does nothing but its loop."""
 
 
 @dataclass
@@ -178,13 +185,7 @@ def fit(
 ) -> Trace:
     """One epoch over ready-made batches with a Trainer; used for the plain and for the pipelined one."""
     recorder = Recorder()
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "log_every_n_steps": 1, **quiet, **arguments}
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "log_every_n_steps": 1, **SILENT, **arguments}
     callbacks = [recorder, *options.pop("callbacks", [])]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*")

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
 
 # A fresh process spends seconds on these imports, a forked child of a server that has them a fraction of one.
@@ -79,51 +78,19 @@ class ProcessDiedError(Exception):
     """A process ended without an answer."""
 
 
-def run_world(
-    fn: Callable[..., Any],
-    world_size: int,
-    *,
-    timeout: float = 60.0,
-    group_timeout: float = 15.0,
-    group_backend: str = "gloo",
-    **kwargs: Any,
-) -> list[Any]:
-    """Call ``fn(process, **kwargs)`` in ``world_size`` processes with a default group and return the results.
-
-    Args:
-        fn: a function at the top level of a module.
-        world_size: number of processes.
-        timeout: seconds after which everything is killed.
-        group_timeout: seconds after which a collective fails.
-        group_backend: that of the default group. A second one, on the same port, could meet the store of the first.
-        **kwargs: passed on; they must pickle.
+def run_world(fn: Callable[..., Any], world_size: int, **options: Any) -> list[Any]:
+    """Call ``fn(process)`` in ``world_size`` processes with a default group and return the results; see `outcomes`.
 
     Raises:
         BaseException: the error of the process that failed first, with its traceback as a note.
         WorldTimeoutError: not done in time; the note says where each process was.
     """
-    ended = outcomes(
-        fn, world_size, timeout=timeout, group_timeout=group_timeout, group_backend=group_backend, **kwargs
-    )
-    return results(ended)
+    return results(outcomes(fn, world_size, **options))
 
 
-def run_pipeline(
-    fn: Callable[..., Any],
-    topology: Topology,
-    *,
-    timeout: float = 60.0,
-    group_timeout: float = 15.0,
-    local: bool | str = True,
-    **kwargs: Any,
-) -> list[Any]:
-    """Call ``fn(transport, **kwargs)`` in one process per place of the topology; the twin of `run_threads`.
-
-    ``local=False`` sends all messages over Gloo, as between hosts; ``local="channels"`` is NCCL's transport with groups
-    of Gloo in NCCL's place, ``local="closed channels"`` the same before any channel is opened.
-    """
-    ended = pipeline_outcomes(fn, topology, timeout=timeout, group_timeout=group_timeout, local=local, **kwargs)
-    return results(ended)
+def run_pipeline(fn: Callable[..., Any], topology: Topology, **options: Any) -> list[Any]:
+    """Call ``fn(transport)`` in one process per place of the topology; the twin of `run_threads`."""
+    return results(pipeline_outcomes(fn, topology, **options))
 
 
 def pipeline_outcomes(
@@ -132,10 +99,13 @@ def pipeline_outcomes(
     *,
     timeout: float = 60.0,
     group_timeout: float = 15.0,
-    local: bool | str = True,
+    local: bool = True,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """As `run_pipeline`, but says how each process ended instead of raising."""
+    """As `run_pipeline`, but says how each process ended instead of raising.
+
+    ``local=False`` sends all messages over Gloo, as between hosts; ``kwargs`` are passed on, the others see `outcomes`.
+    """
     call = (fn, topology, group_timeout, local, kwargs)
     return outcomes(_with_transport, topology.world_size, timeout=timeout, group_timeout=group_timeout, call=call)
 
@@ -181,7 +151,16 @@ def outcomes(
     group_backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Outcome]:
-    """As `run_world`, but says how each process ended instead of raising. ``group_timeout=None``: no process group."""
+    """As `run_world`, but says how each process ended instead of raising.
+
+    Args:
+        fn: a function at the top level of a module.
+        world_size: number of processes.
+        timeout: seconds after which everything is killed.
+        group_timeout: seconds after which a collective fails; ``None``: no process group.
+        group_backend: that of the default group. A second one, on the same port, could meet the store of the first.
+        **kwargs: passed on; they must pickle.
+    """
     group = None if group_timeout is None else (group_backend, group_timeout)
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
@@ -327,42 +306,17 @@ def _call(process: int, world_size: int, group: tuple[str, float] | None, call: 
     return value
 
 
-def _with_transport(process: int, call: tuple[Callable[..., Any], Topology, float, bool | str, dict[str, Any]]) -> Any:
+def _with_transport(process: int, call: tuple[Callable[..., Any], Topology, float, bool, dict[str, Any]]) -> Any:
     import torch
 
     from lightning_pipe.transport.arrangement import open_transport
 
     fn, topology, seconds, local, kwargs = call
-    transport: Transport
-    if isinstance(local, str):
-        transport = _channels(topology, timedelta(seconds=seconds), opened=local == "channels")
-    else:
-        transport = open_transport(topology, torch.device("cpu"), timedelta(seconds=seconds), local=bool(local))
+    transport = open_transport(topology, torch.device("cpu"), timedelta(seconds=seconds), local=local)
     value = fn(transport, **kwargs)
     transport.barrier()
     transport.close()
     return value
-
-
-def _channels(topology: Topology, timeout: timedelta, opened: bool) -> Transport:
-    """NCCL's transport, except for what moves the bytes, with every channel opened or none."""
-    import torch
-    from torch.distributed import ProcessGroup
-
-    from lightning_pipe.transport.base import Channel, Lane
-    from lightning_pipe.transport.nccl import NcclTransport
-
-    class Channels(NcclTransport):
-        def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
-            return super().new_group(processes)
-
-    transport = Channels(topology, torch.device("cpu"), timeout)
-    if not opened:
-        return transport
-    lanes = [Lane("forward", 0), Lane("backward", 0), Lane("forward", 1), Lane("backward", 1)]
-    ranks = range(topology.ranks)
-    transport.connect(Channel(rank, peer, lane) for rank in ranks for peer in ranks for lane in lanes if rank != peer)
-    return transport
 
 
 def _portable(error: BaseException) -> BaseException:

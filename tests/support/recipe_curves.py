@@ -76,11 +76,9 @@ def write_data(folder: Path) -> dict[str, str]:
     return {name: str(place) for name, place in places.items()}
 
 
-def compose_recipe(
-    recipe: str, data: dict[str, str], folder: Path, further: Sequence[str] = (), *, tiny: bool = True
-) -> Any:
-    """The composed configuration of a short run, as a rule of a model that is smaller still than ``size=tiny``."""
-    smaller = [one.format(**data) for one in RECIPES[recipe]] if tiny else []
+def compose_recipe(recipe: str, data: dict[str, str], folder: Path, further: Sequence[str] = ()) -> Any:
+    """The composed configuration of a short run of a model that is smaller still than ``size=tiny``."""
+    smaller = [one.format(**data) for one in RECIPES[recipe]]
     overrides = [f"experiment={recipe}", *COMMON, *smaller, *further]
     made = config.composed([*overrides, f"paths.data={folder / 'cache'}", f"paths.output={folder / 'out'}"])
     config.check(made)

@@ -18,7 +18,7 @@ from tests.support.oracle import Trace
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import quiet
 from tests.support.zoo.base import WIDTH, Module, Regression
-from tests.support.zoo.hugging_face import INITIAL, HuggingFace, gpt2, llama, mean_of_tokens
+from tests.support.zoo.hugging_face import HuggingFace, gpt2, llama, mean_of_tokens, small
 from tests.trainer.test_equality import Point, expected
 
 
@@ -37,8 +37,7 @@ class Pair(nn.Module):
 class Pairs(Regression):
     """Layers of `Pair`, which others divide."""
 
-    def __init__(self) -> None:
-        super().__init__([Pair() for _ in range(4)])
+    Layer = Pair
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
@@ -124,7 +123,7 @@ def mixtral() -> Module:
             top, indices = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
             return logits, top / top.sum(dim=-1, keepdim=True), indices
 
-    model = MixtralForCausalLM(_small(MixtralConfig, num_local_experts=4, num_key_value_heads=2))
+    model = MixtralForCausalLM(small(MixtralConfig, num_local_experts=4, num_key_value_heads=2))
     for layer in model.model.layers:
         layer.mlp.gate.__class__ = Router
     model.set_experts_implementation("eager")
@@ -136,14 +135,9 @@ def qwen3() -> Module:
     """Norms of heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM(_small(Qwen3Config, num_key_value_heads=2, head_dim=8))
+    model = Qwen3ForCausalLM(small(Qwen3Config, num_key_value_heads=2, head_dim=8))
     model.loss_function = mean_of_tokens
     return HuggingFace(model)
-
-
-def _small(config: Callable[..., Any], **sizes: Any) -> Any:
-    sizes = {"num_attention_heads": 2, "intermediate_size": 32, "initializer_range": INITIAL, **sizes}
-    return config(vocab_size=40, hidden_size=16, num_hidden_layers=4, **sizes)
 
 
 def divide_decoder(layer: nn.Module, mesh: Any) -> None:

@@ -8,16 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.zoo import base
+
 WIDTH = 6
 
 
-class Block(nn.Module):
+class Block(base.Block):
     def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        super().__init__(width)
 
 
 class Net(nn.Module):

@@ -22,20 +22,57 @@ from tests.support.state_programs import (
 
 
 class Auxiliary(Layer):
-    aux_loss: Tensor
+    aux_loss: Any
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        self.aux_loss = out.pow(2).mean() + 0.1 * self.linear.weight.pow(2).sum()
+        self.keep(out.pow(2).mean() + 0.1 * self.linear.weight.pow(2).sum())
         return out
+
+    def keep(self, loss: Tensor) -> None:
+        self.aux_loss = loss
 
 
 @program(BATCH_WHOLE)
 class AuxiliaryLosses(Base):
+    """In the place of nothing, of a list, and where there was no attribute."""
+
     layer = Auxiliary
+
+    def make(self) -> None:
+        self.layers[0].aux_loss, self.layers[1].aux_loss = None, []
 
     def behind(self, out: Tensor) -> Tensor:
         return super().behind(out) + sum(layer.aux_loss for layer in self.layers)
+
+
+class Appending(Auxiliary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = list[Tensor]()
+
+    def keep(self, loss: Tensor) -> None:
+        self.losses.append(loss)
+
+
+IN_PLACE = "is changed in place in a forward pass"
+APPENDED = r"`self\.layers\.\d\.losses` is read where it has no value(.|\n)*`self\.aux = tensor`"
+
+
+@program(
+    MICRO_BATCHES,
+    train=APPENDED,
+    train_chimera=r"self\.layers\.\d\.losses",
+    train_recompute=IN_PLACE,
+    evaluate=APPENDED,
+)
+class AuxiliaryLossesInLists(Base):
+    remedy = "AuxiliaryLosses"
+
+    layer = Appending
+
+    def behind(self, out: Tensor) -> Tensor:
+        return super().behind(out) + sum(layer.losses[-1] for layer in self.layers)
 
 
 class Counting(Layer):
@@ -119,9 +156,6 @@ class KeepingAnew(Keeping):
     def forward(self, x: Tensor) -> Tensor:
         self.items, self.table = [*self.items], {**self.table}
         return super().forward(x)
-
-
-IN_PLACE = "is changed in place in a forward pass"
 
 
 @program(MICRO_BATCHES, train_chimera=STALE, train_recompute=IN_PLACE)

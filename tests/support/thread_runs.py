@@ -70,13 +70,14 @@ def trained(
 
         for number, parts in enumerate(batches):
             given: Any = (lambda _, part: loss(own, part), parts, [1 / len(parts)] * len(parts))
-            if family.synchronous:
+            if pipeline.asynchronous is None:
                 results: Any = pipeline.train(*given, seed=number)
                 update()
                 add(number, results)
             else:
-                take([pipeline.advance(*given, seed=number)])
-        take(pipeline.drain())
+                take([pipeline.asynchronous.advance(*given, seed=number)])
+        if pipeline.asynchronous is not None:
+            take(pipeline.asynchronous.drain())
         pipeline.restore()
         return losses, transport.rank, max(held)
 

@@ -161,8 +161,7 @@ class Kept(MeanOfSamples):
 class KeptTokens(Kept):
     """The same with a loss that is no mean over samples."""
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PADDING)
+    loss = MeanOfTokens.loss
 
 
 class Heads(MeanOfSamples):
@@ -182,8 +181,7 @@ class Heads(MeanOfSamples):
 class HeadsOfTokens(Heads):
     """The same with a loss that is no mean over samples."""
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PADDING)
+    loss = MeanOfTokens.loss
 
 
 class Chosen(MeanOfSamples):

@@ -44,13 +44,7 @@ from tests.support.user_modules import (
     TwoValidationSets,
 )
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "log_every_n_steps": 1,
-}
+QUIET = {**oracle.SILENT, "log_every_n_steps": 1}
 
 # Two batches of eight, and a short one.
 ROWS = 20

@@ -17,5 +17,5 @@ def run_in_threads(fn: Callable[..., Any], topology: Topology, group_timeout: fl
     return run_threads(world, lambda transport: fn(transport, **kwargs), timeout=30)
 
 
-LOCAL = {"gloo": False, "local": True, "channels": "channels"}
+LOCAL = {"gloo": False, "local": True}
 EVERY = ["threads", *LOCAL]

@@ -71,13 +71,8 @@ def assert_equal(name: str, found: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, own, rtol=1e-9, atol=1e-9)
 
 
-APART = sorted(MODULES.keys() - set(DEPENDENT))
 FAST = ["Backwards", "Experts", "Flow", "HeadOfTask", "Packed", "Predictor", "Segmentation", "Siamese", "Translation"]
 """Each finds its layers, or what crosses between them, in a way of its own; slow tests have all shapes."""
-
-
-def test_there_are_thirty_shapes() -> None:
-    assert len(APART) >= 30
 
 
 @pytest.mark.timeout(120)
@@ -89,7 +84,7 @@ def test_two_ranks_train_modules_of_many_shapes_as_one_device(tmp_path: Any) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_four_ranks_train_what_has_layers_enough(tmp_path: Any) -> None:
-    names = ["Backwards", "Fusion", "LanguageModel", "Residual", "Segmentation", "Translation", "Variational"]
+    names = ["Backwards", "Fusion", "LanguageModel", "Segmentation", "Translation", "Variational"]
     for name, found in zip(names, by_the_word(names, 4, str(tmp_path)), strict=True):
         assert_equal(name, found)
 

@@ -1,4 +1,4 @@
-"""Losses that layers keep beside what they return (routing, regularisation) equal one device, or the hint says how."""
+"""A loss over what layers keep of a whole batch; the state contract has losses that they keep of each micro-batch."""
 
 from __future__ import annotations
 
@@ -11,87 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
-from lightning_pipe.errors import CutError
-from tests.support.pairs import slow_but
-from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
 WIDTH = 3
-
-
-class Layer(nn.Module):
-    """Keeps a loss of its own: the tensor in the place of nothing or of a list, or in a list for all calls."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.linear, self.form = nn.Linear(WIDTH, WIDTH), form
-        self.aux: Any = None if form == "nothing" else []
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.linear(x))
-        loss = out.pow(2).mean() + 0.1 * self.linear.weight.pow(2).sum()
-        if self.form == "appended":
-            self.aux.append(loss)
-        else:
-            self.aux = loss
-        return out
-
-
-class Model(L.LightningModule):
-    """Adds the losses of four layers to its own."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.layers, self.form = nn.Sequential(*(Layer(form) for _ in range(4))), form
-
-    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        out: Tensor = self.layers(x)
-        losses = [layer.aux[-1] if self.form == "appended" else layer.aux for layer in self.layers]
-        return out.mean() + sum(losses)  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def trained(process: int, form: str, options: dict[str, Any] | None) -> dict[str, Tensor]:
-    """The weights after a training; ``options=None``: on one device."""
-    quiet()
-    torch.manual_seed(3)
-    model, data = Model(form).double(), torch.randn(12, WIDTH).double()
-    strategy = "auto" if options is None else PipeStrategy(layers="layers", micro_batches=2, **options)
-    devices = 1 if options is None else 2
-    L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, **QUIET).fit(
-        model, DataLoader(data, batch_size=4)
-    )
-    return {name: value.detach() for name, value in model.named_parameters()}
-
-
-def trained_in_all_forms(process: int, schedule: str) -> list[dict[str, Tensor]]:
-    return [trained(process, form, {"schedule": schedule}) for form in ("nothing", "list")]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("schedule", slow_but(["gpipe", "1f1b", "interleaved"], "1f1b"))
-def test_a_loss_that_layers_keep_trains_them_as_on_one_device(schedule: str) -> None:
-    one = trained(0, "nothing", None)
-    for found in run_trainers(trained_in_all_forms, 2, timeout=50, schedule=schedule):
-        for weights in found:
-            torch.testing.assert_close(weights, one, rtol=1e-12, atol=1e-12)
-
-
-def refused(process: int) -> str:
-    with pytest.raises(Exception, match=r"`self.layers.0.aux` is read where it has no value") as raised:
-        trained(process, "appended", {"schedule": "1f1b"})
-    assert process == 1 or isinstance(raised.value, CutError)
-    return str(raised.value)
-
-
-@pytest.mark.timeout(60)
-def test_a_list_that_grows_is_refused_with_what_works() -> None:
-    assert "`self.aux = tensor`" in run_trainers(refused, 2, timeout=50)[0]
-
-
-# ------------------------------------------------------------------ losses over the routing of a whole batch
 
 
 class Router(nn.Module):

@@ -19,7 +19,7 @@ import lightning_pipe
 from lightning_pipe import PipeStrategy
 from lightning_pipe.construction import deferred as recording
 from lightning_pipe.construction import is_deferred
-from lightning_pipe.engine.refusals import check_quantized
+from lightning_pipe.engine.refusals import check_division
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.ownership import named_tensors
@@ -206,8 +206,8 @@ def test_quantised_models_are_refused_by_name() -> None:
     config = SimpleNamespace(quant_method="bitsandbytes")
     module.layers[2].hf_quantizer = SimpleNamespace(quantization_config=config)
     with pytest.raises(ConfigurationError, match=r"'layers\.2' \(Block\) is quantised by bitsandbytes"):
-        check_quantized(module, 2)
-    check_quantized(module, 1)
+        check_division(module, [], 2)
+    check_division(module, [], 1)
 
 
 def test_a_plain_trainer_on_a_module_without_memory() -> None:

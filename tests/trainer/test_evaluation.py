@@ -94,6 +94,29 @@ def test_leaving_layers_out_on_two_ranks() -> None:
         assert_same(found, plain)
 
 
+class Inferring(Lit):
+    """Updates a metric that was reset behind the last evaluation, and says in which mode it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        assert not self.seen.sum_value.is_inference()
+        self.seen.update(torch.is_inference_mode_enabled())
+        self.log("inference", self.seen)
+
+
+def test_evaluations_run_outside_of_inference_mode() -> None:
+    from lightning_pipe import PipeStrategy
+
+    strategy = PipeStrategy(layers="model", stages=2, micro_batches=1)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **QUIET)
+    for _ in range(2):
+        assert trainer.validate(Inferring().double(), Data(), verbose=False)[0]["inference"] == 0.0
+
+
 class CatchesAll(Lit):
     """Goes on with zeros, whatever is raised around the layers."""
 

@@ -17,7 +17,7 @@ from lightning_pipe import CostProfile, PipeStrategy, schedules
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SizeCosts
-from lightning_pipe.planning.profile_store import ProfileStore
+from lightning_pipe.planning.layer_sizes import profile_path, without_times
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.simulate import Link
 from lightning_pipe.trainer import schedule_choice
@@ -38,13 +38,13 @@ def store(
     module: nn.Module, folder: Path, *, message: float, reduce: float = 0, saved: float = 1.0, **conditions: str
 ) -> CostProfile:
     """A profile where `choose` finds it, with these latencies; a layer takes a millisecond forward."""
-    kept_in = ProfileStore(module, find_layers(module), {})
-    sizes = kept_in.module.layers
+    layers = find_layers(module)
+    path, sizes = profile_path(module, layers), without_times(module, layers).layers
     times = (0.001,) * len(sizes)
     costs = SizeCosts(times, tuple(2 * each for each in times), times, (saved,) * len(sizes), (1.0,) * len(sizes))
     profile = CostProfile(type(module).__name__, sizes, {1: costs}, Link(message), Link(reduce), conditions=conditions)
-    assert kept_in.path.parent == folder
-    profile.save(kept_in.path)
+    assert path.parent == folder
+    profile.save(path)
     return profile
 
 

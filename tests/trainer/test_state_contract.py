@@ -210,7 +210,7 @@ TOLD = {
     "train": (
         *("CounterBefore", "ConfigOfLayersBehind", "GlobalInLayers", "CountsOfLayersInAHook", "ScalesLayersBehind"),
         *("ShrinksBuffers", "SetsAnotherLayer", "ItemsBefore", "OwnGeneratorBefore", "BufferInPlaceBefore"),
-        *("QueueBefore", "DecaysWeightsBehind"),
+        *("QueueBefore", "DecaysWeightsBehind", "AuxiliaryLossesInLists"),
     ),
     "evaluate": ("SetsItsOwner",),
 }

@@ -31,37 +31,6 @@ from tests.support.threads import ThreadTransport, run_threads, thread_world
 FORWARD = Lane("forward")
 
 
-def pass_along(transport: Transport) -> None:
-    """Rank 0 makes a message, every rank hands it to the next one."""
-    data = torch.zeros(8, dtype=torch.uint8)
-    if transport.rank > 0:
-        transport.receive(data, transport.rank - 1, FORWARD).wait()
-    if transport.rank < transport.topology.ranks - 1:
-        transport.send(data, transport.rank + 1, FORWARD).wait()
-
-
-def guarded(transport: Transport, fault: str, at: int, watch: bool = True) -> None:
-    """What a strategy does around a batch."""
-    board = FailureBoard(default_store(), transport)
-    if watch:
-        board.watch(interval=0.3, stall=transport.timeout.total_seconds() - 2, exit_after=2.0)
-    try:
-        for batch in range(1000):
-            board.position = f"batch {batch}"
-            if batch == 3 and transport.rank == at:
-                misbehave(fault)
-            pass_along(transport)
-            if batch % 2 == 0:
-                transport.barrier()
-            board.position = None
-            time.sleep(0.02)
-    except BaseException as error:
-        board.fail(error)
-        raise
-    finally:
-        board.close()
-
-
 def misbehave(fault: str) -> None:
     if fault == "raise":
         raise ValueError("the stage's own words")
@@ -87,13 +56,14 @@ class Faulty(nn.Module):
         return out
 
 
-def train(transport: Transport, fault: str, at: int) -> None:
-    """The same with the engine and a layer of the user's that misbehaves."""
+def train(transport: Transport, fault: str, at: int, watch: bool = True) -> None:
+    """What a strategy does around batches, with a layer of the user's that misbehaves."""
     ranks = transport.topology.ranks
     module = nn.Sequential(*(Faulty(fault if rank == at else "") for rank in range(ranks)))
     pipeline = Pipeline(module, find_layers(module), [1] * ranks, schedules.get("1f1b"), transport)
     board = FailureBoard(default_store(), transport)
-    board.watch(interval=0.3, stall=transport.timeout.total_seconds() - 2, exit_after=2.0)
+    if watch:
+        board.watch(interval=0.3, stall=transport.timeout.total_seconds() - 2, exit_after=2.0)
     try:
         for _ in range(4):
             pipeline.train(lambda _, part: module(part).sum(), [torch.ones(1, 2)] * 4, [0.25] * 4)
@@ -107,7 +77,7 @@ def train(transport: Transport, fault: str, at: int) -> None:
 def run(fault: str, at: int, ranks: int = 4, group_timeout: float = 30.0, **kwargs: Any) -> list[processes.Outcome]:
     topology = Topology(ranks, loss_rank=-1)
     return processes.pipeline_outcomes(
-        guarded, topology, group_timeout=group_timeout, timeout=40, fault=fault, at=at, **kwargs
+        train, topology, group_timeout=group_timeout, timeout=40, fault=fault, at=at, **kwargs
     )
 
 
@@ -127,11 +97,6 @@ def test_a_rank_that_raises_takes_the_others_down_with_its_traceback(at: int, wa
             assert "ValueError: the stage's own words" in str(outcome.error)
 
 
-def test_the_world_raises_the_origins_error() -> None:
-    with pytest.raises(ValueError, match="own words"):
-        processes.results(run("raise", 2))
-
-
 @pytest.mark.parametrize("at", slow_but([0, 3], 3))
 def test_a_rank_that_is_killed_takes_the_others_down(at: int) -> None:
     # With the reversed order process 0, which serves the store, is the last row of the schedule.
@@ -145,13 +110,13 @@ def test_a_rank_that_is_killed_takes_the_others_down(at: int) -> None:
 
 def test_a_hang_ends_at_the_timeout_and_every_rank_says_where_it_stands() -> None:
     ended = run("hang", 1, ranks=3, group_timeout=5.0)
-    assert max(outcome.seconds for outcome in ended) < 13
+    assert max(outcome.seconds for outcome in ended) < 15
     topology = Topology(3, loss_rank=-1)
     stood = r"has not come on since \d\d:\d\d:\d\d, \d+ s ago: "
     places = {
-        0: r"batch 4; waits to finish all-reduce",
-        1: r"batch 3; computes in .*misbehave",
-        2: r"batch 3; waits to receive 8 bytes from rank 1",
+        0: r"backward, stage 0, micro-batch 0; waits to receive \d+ bytes from rank 1",
+        1: r"forward, stage 1, micro-batch 0; computes in .*misbehave",
+        2: r"forward, stage 2, micro-batch 0; waits to receive \d+ bytes from rank 1",
     }
     for rank, place in places.items():
         outcome = ended[topology.process(0, rank)]
@@ -163,27 +128,6 @@ def test_a_hang_ends_at_the_timeout_and_every_rank_says_where_it_stands() -> Non
     stuck = ended[topology.process(0, 1)]
     assert isinstance(stuck.error, processes.ProcessDiedError)
     assert "does not react and is ended" in stuck.output
-
-
-def test_a_layer_that_raises_takes_the_engine_down_everywhere() -> None:
-    topology = Topology(3, loss_rank=-1)
-    ended = processes.pipeline_outcomes(train, topology, timeout=40, group_timeout=30.0, fault="raise", at=1)
-    assert max(outcome.seconds for outcome in ended) < 10
-    assert isinstance(ended[topology.process(0, 1)].error, ValueError)
-    for rank in (0, 2):
-        error = ended[topology.process(0, rank)].error
-        assert isinstance(error, CommunicationError)
-        assert "Rank 1 failed first" in str(error)
-        assert "in misbehave" in str(error)
-
-
-def test_a_layer_that_hangs_is_found_in_the_schedule() -> None:
-    topology = Topology(3, loss_rank=-1)
-    ended = processes.pipeline_outcomes(train, topology, timeout=40, group_timeout=4.0, fault="hang", at=1)
-    assert max(outcome.seconds for outcome in ended) < 15
-    printed = [ended[topology.process(0, rank)].output for rank in (0, 1, 2)]
-    assert re.search(r"forward, stage 1, micro-batch 0; computes in .*misbehave", printed[1])
-    assert re.search(r"forward, stage 2, micro-batch 0; waits to receive \d+ bytes from rank 1", printed[2])
 
 
 def test_a_rank_that_computes_while_another_fails_stops_at_its_next_action() -> None:
@@ -221,12 +165,6 @@ def test_boards_of_two_runs_do_not_mix() -> None:
     first.close()
     second = FailureBoard(store, thread_world(Topology(1))[0])
     assert second.find_failure() is None
-
-
-def test_nobody_has_failed() -> None:
-    board = FailureBoard(HashStore(), thread_world(Topology(2))[0], patience=0.1)
-    error = board.explain("Rank 0 could not go on.")
-    assert "killed" in str(error)
 
 
 def test_a_position_that_stands_still_is_a_hang(capfd: pytest.CaptureFixture[str]) -> None:
@@ -267,14 +205,6 @@ def test_a_watchdog_that_stands_still_itself_is_ended_by_python(monkeypatch: pyt
     assert not cancelled.is_set()
     board.close()
     assert cancelled.is_set()
-
-
-def test_setting_the_position_is_cheap() -> None:
-    board = FailureBoard(HashStore(), thread_world(Topology(1))[0])
-    start = time.perf_counter()
-    for _ in range(10_000):
-        board.position = "F0"
-    assert (time.perf_counter() - start) / 10_000 < 5e-6
 
 
 LEAVING = """

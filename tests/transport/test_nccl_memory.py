@@ -78,7 +78,7 @@ def trained(process: int, name: str, point: Point) -> tuple[list[str], int]:
     from tests.support.fake_cuda.order import watching
 
     with watching() as order:
-        _train(process, name, point, "own", None)
+        _train(process, name, point, True, None)
     return order.errors, order.launches
 
 

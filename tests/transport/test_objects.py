@@ -12,7 +12,6 @@ import torch
 from transformers import BatchEncoding
 
 from lightning_pipe.transport.objects import FIRST, LARGE, decode, encode
-from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from tests.support.threads import ThreadTransport, run_threads, thread_world
 
@@ -146,11 +145,6 @@ def test_one_object_twice_is_one_object() -> None:
 def test_a_small_tensor_does_not_keep_its_message() -> None:
     copies = copy_of([torch.ones(2), torch.ones(LARGE)])
     assert [each.untyped_storage().nbytes() for each in copies] == [8, 4 * LARGE]
-
-
-def test_one_process_gets_its_own_object() -> None:
-    transport = SingleProcess()
-    assert transport.broadcast_object(SHARED, 0, (0,)) is SHARED
 
 
 def test_graphs_stay_behind() -> None:

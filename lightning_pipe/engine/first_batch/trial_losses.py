@@ -3,12 +3,12 @@
 Whether a batch is what its micro-batches make shows where two of them run alone and together: a loss that is no mean
 over samples, layers that compare samples with each other, and tensors that are cut and hold no samples all give
 another loss. Layers that do so slightly hide in the rounding of a loss, so what leaves each stage is compared as well.
-Stages pass on why a run has failed, so that it ends on all ranks::
+Stages pass on that a run has failed, so that it ends on all ranks::
 
-                     rank 0             rank 1
-    micro-batch 0    stage 0  ------->  stage 1: its loss
-    micro-batch 1    stage 0  ------->  stage 1: its loss
-    both together    raises   ------->  the reason
+                     rank 0                 rank 1
+    micro-batch 0    stage 0  ----------->  stage 1: its loss
+    micro-batch 1    stage 0  ----------->  stage 1: its loss
+    both together    raises: the reason ->  nothing
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_pipe.engine.batch import Batch, StepFunction
+from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.first_batch.trial_runs import NotRandom, leaving_no_trace, not_random, put_back
-from lightning_pipe.engine.stage import loss_of
-from lightning_pipe.engine.under_way import BoundaryKey
+from lightning_pipe.engine.stage import Crossings, Saved, Stages, loss_of
 from lightning_pipe.errors import CutError, RepeatedRunError
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.local_parts import is_divided
-from lightning_pipe.transport.work import Work
 
 if TYPE_CHECKING:
     from lightning_pipe.engine.pipeline import Pipeline
@@ -42,6 +43,9 @@ _REDUCED = 5e-4
 """The same for float32 on devices that multiply matrices with fewer bits."""
 _EPSILONS, TIMES = 100, 30
 """Tensors differ that are further apart than so many times what their type rounds, and than rounding has shown."""
+_OTHER_WAY = "with two micro-batches together the step takes another way through its code"
+_FAILED = Crossing(RunRecord((CallRecord(AGAIN, (), (), leaves=("the run has failed",)),), ()), {}, (0,))
+"""What leaves a stage whose run has failed, and those behind it."""
 
 
 @dataclass
@@ -89,17 +93,20 @@ def trial_losses(
     Returns:
         What has come of it, on all ranks.
     """
-    executor, transport = pipeline.training_executor, pipeline.transport
+    known, transport = pipeline.training_executor, pipeline.transport
+    stages, exchange = known.stages, BoundaryExchange(transport)
+    parts = stages.interceptor, stages.layers, stages.parameter_use, stages.device, stages.buffers
+    trial = _Trial(*parts, together or {})
+    executor = Executor(trial, exchange, known.placement, known.rank, lambda _: None, known.skips)
     streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas)
-    runs = _Runs(executor, together or {})
+    program = pipeline.program(1, pipeline.passes, training=False)
     with pipeline.running(streams), leaving_no_trace():
         for number, part in enumerate(batches):
-            batch = Batch(step, [part], [0], [1.0], streams, training=False)
-            with put_back(executor.stages), not_random(pipeline.module, streams.state, whole=evaluating) as functions:
-                runs.run(number, batch, functions)
-    for work in runs.sending:
-        work.wait()
-    found: list[TrialLosses] = transport.all_gather_object(runs.seen, pipeline.pipeline_members)
+            # a signature of its own: nobody knows what will cross
+            batch = Batch(step, [part], [number], [1.0], streams, training=False)
+            with put_back(stages), not_random(pipeline.module, streams.state, whole=evaluating) as trial.functions:
+                executor.run(program, batch)
+    found: list[TrialLosses] = transport.all_gather_object(trial.seen, pipeline.pipeline_members)
     return TrialLosses(
         [loss for each in found for loss in each.losses],  # of the rank with the last stage
         max(each.apart for each in found),
@@ -110,96 +117,61 @@ def trial_losses(
 
 
 @dataclass
-class _Runs:
-    """The stages of this rank in all runs.
+class _Trial(Stages):
+    """Runs the stages of this rank, and tells what comes of it. A run that fails ends on the later stages, too.
 
     Args:
-        executor: of the training batches.
         together: see `trial_losses`.
+
+    Attributes:
+        functions: what the run under way calls.
         seen: what has come of the runs here.
-        sending: what has been sent to other ranks.
     """
 
-    executor: Executor
     together: Mapping[int, Sequence[int]]
+    functions: NotRandom = field(init=False)
     seen: TrialLosses = field(default_factory=TrialLosses)
-    sending: list[Work] = field(default_factory=list)
-    _here: dict[BoundaryKey, Crossing | str] = field(default_factory=dict)
-    _left: dict[tuple[int, BoundaryKey], dict[int, Tensor]] = field(default_factory=dict)
-    _noise: dict[tuple[BoundaryKey, int], float] = field(default_factory=dict)
+    _left: dict[tuple[int, int, int], dict[int, Tensor]] = field(default_factory=dict)
+    _noise: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
-    def run(self, number: int, batch: Batch, functions: NotRandom) -> None:
-        """Run a batch through the stages of this rank."""
-        executor, seen = self.executor, self.seen
-        for stage in range(len(executor.later)):
-            if executor.placement[0, stage] != executor.rank:
-                continue
-            came = [self._received(BoundaryKey(0, early, 0, stage)) for early in executor.earlier[stage]]
-            batch.streams.seed_user_code(0)
+    @override
+    def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Saved, Crossings]:
+        seen, crossings = self.seen, {stage + 1: _FAILED}
+        if inbound is None or inbound.path != _FAILED.path:
+            batch.streams.seed_user_code(micro_batch)
             before = batch.streams.state()
-            left = _computed(executor, stage, batch, came)
-            seen.drew |= functions.drew or batch.streams.state() != before
-            if isinstance(left, str):
-                seen.reason = seen.reason or left
-            elif isinstance(left, Tensor):
-                seen.losses.append(float(left))
-                rounding = _rounding(executor.stages.interceptor.module, left, functions.autocast)
-                seen.rounding = max(seen.rounding, rounding)
-            for to in executor.later[stage]:
-                key, one = BoundaryKey(0, stage, 0, to), left[to] if isinstance(left, dict) else str(left)
-                if isinstance(one, Crossing):
-                    seen.apart = max(seen.apart, self._apart(number, key, one, functions.autocast))
-                self._send(key, one.detached() if isinstance(one, Crossing) else one)
+            try:
+                crossings, result = self.trial(stage, micro_batch, batch, inbound)
+                if not crossings:
+                    loss = loss_of(result)
+                    seen.losses.append(float(loss))
+                    rounding = _rounding(self.interceptor.module, loss, self.functions.autocast)
+                    seen.rounding = max(seen.rounding, rounding)
+            except RepeatedRunError:
+                raise
+            except CutError:
+                seen.reason = seen.reason or _OTHER_WAY
+            except Exception as error:  # whatever a step may raise that was not made for this
+                lines = str(error).strip().splitlines() or [""]
+                seen.reason = seen.reason or f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
+            seen.drew |= self.functions.drew or batch.streams.state() != before
+            for to, left in crossings.items():
+                seen.apart = max(seen.apart, self._apart(batch.signatures[0], stage, to, left))
+        return Saved(None, (), {}, None, set(), whole=False), crossings
 
-    def _apart(self, run: int, boundary: BoundaryKey, left: Crossing, autocast: torch.dtype | None) -> float:
+    def _apart(self, run: Any, stage: int, to: int, left: Crossing) -> float:
         """How far tensors are from those of their samples, relative to their norm, if by more than rounding; else 0."""
         if any(run in parts for parts in self.together.values()):
-            self._left[run, boundary] = left.detached().tensors
-        alone, most = [self._left.get((part, boundary), {}) for part in self.together.get(run, ())], 0.0
+            self._left[run, stage, to] = left.detached().tensors
+        alone = [self._left.get((part, stage, to), {}) for part in self.together.get(run, ())]
+        autocast, most = self.functions.autocast, 0.0
         for number, whole in left.tensors.items() if alone else ():
-            key, distance = (boundary, number), _distance(whole, [each[number] for each in alone if number in each])
+            key, distance = (stage, to, number), _distance(whole, [each[number] for each in alone if number in each])
             if run == min(self.together):
                 self._noise[key] = distance
             elif TIMES * self._noise.get(key, inf) < distance < inf and _least(whole, autocast) < distance:
                 most = max(most, distance)
         return most
-
-    def _send(self, key: BoundaryKey, left: Crossing | str) -> None:
-        rank = self.executor.placement[0, key.to]
-        if rank == self.executor.rank:
-            self._here[key] = left
-        else:
-            self.sending.append(self.executor.exchange.transport.send_object(left, rank, key.tag(0)))
-
-    def _received(self, key: BoundaryKey) -> Crossing | str:
-        """What an earlier stage has left, here or on another rank."""
-        rank = self.executor.placement[0, key.stage]
-        if rank == self.executor.rank:
-            return self._here.pop(key)
-        left: Crossing | str = self.executor.exchange.transport.receive_object(rank, key.tag(0))
-        return left if isinstance(left, str) else left.laid_out()
-
-
-def _computed(
-    executor: Executor, stage: int, batch: Batch, came: Sequence[Crossing | str]
-) -> dict[int, Crossing] | Tensor | str:
-    """What a stage leaves for each later one, or the loss behind the last one, or why the run has failed."""
-    inbound: Crossing | None = None
-    for crossing in came:
-        if isinstance(crossing, str):
-            return crossing
-        inbound = crossing if inbound is None else inbound.joined(crossing)
-    try:
-        crossings, result = executor.stages.trial(stage, 0, batch, inbound)
-        none = next(iter(crossings.values())).emptied() if crossings else None
-        return {to: crossings.get(to, none) for to in executor.later[stage]} if none else loss_of(result)
-    except RepeatedRunError:
-        raise
-    except CutError:
-        return "with two micro-batches together the step takes another way through its code"
-    except Exception as error:  # whatever a step may raise that was not made for this
-        lines = str(error).strip().splitlines() or [""]
-        return f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
 
 
 def _rounding(module: nn.Module, loss: Tensor, autocast: torch.dtype | None) -> float:

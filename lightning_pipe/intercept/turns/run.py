@@ -112,7 +112,7 @@ class TurnRun:
         except _EndOfRun:
             return None
         finally:
-            self.skipped_layers.attributes.restore()
+            self.skipped_layers.restore()
         self.skips.check_empty()
         self.complete = True
         return result

@@ -14,7 +14,7 @@ from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.numbers import SAME_PATH, Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.tensor_state import TensorState, counted, has_changed, state_of
+from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.torch_functions import METADATA, draws, function_name, leaves_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.intercept.turns.messages import Mail, Sent, Turn, Wanted
@@ -53,6 +53,7 @@ class TurnTracker(Tracker):
         self._mail, self._place, self._generators = mail, place, generators
         self.turn = _Turns(first, mail.rank)
         self.waiting = not self.turn.mine
+        self.digest.idle = True  # ranks that follow each other compare nothing
 
     # ------------------------------------------------------------------ the turn
 
@@ -165,7 +166,7 @@ class TurnTracker(Tracker):
             spec = TensorSpec.of(tensor)
             # 2: the tensor, and the storage object that this line makes
             shared = spec.overlaps or bool(storage_uses(tensor.untyped_storage()._cdata) > 2)
-            self.turn.lent[number] = state_of(tensor)
+            self.turn.lent[number] = version_of(tensor)
             found[number] = Sent(spec, tensor.detach(), shared)
         return found
 
@@ -184,10 +185,10 @@ class TurnTracker(Tracker):
     def _fill(self, values: dict[int, Sent]) -> None:
         for number, (spec, value, shared) in values.items():
             if isinstance(self.numbers.find(number), Placeholder):
-                self.numbers.fill(number, counted(spec.lay_out(value)))
+                self.numbers.fill(number, spec.lay_out(value).detach())
                 filled = self.numbers.find(number)
                 if filled is not None:
-                    self.turn.copied[number] = state_of(filled), shared
+                    self.turn.copied[number] = version_of(filled), shared
 
     # ------------------------------------------------------------------ the tracker's own questions
 
@@ -258,9 +259,9 @@ class _Turns:
         told: what the rank with the turn has told; ``None`` as long as it has not.
         homes: by number, the rank that has computed a tensor.
         known: by rank, the numbers of the values that it got with its turn.
-        lent: by number, the state of a tensor here when others got its value.
-        copied: by number, the state of a value as it came here, and whether its memory belongs to another tensor where
-            it comes from.
+        lent: by number, the version of a tensor here when others got its value.
+        copied: by number, the version of a value as it came here, and whether another tensor has its memory where it
+            comes from.
     """
 
     def __init__(self, holder: int, rank: int) -> None:
@@ -269,8 +270,8 @@ class _Turns:
         self.told: Turn | None = None
         self.homes: dict[int, int] = {}
         self.known: dict[int, set[int]] = {}
-        self.lent: dict[int, TensorState] = {}
-        self.copied: dict[int, tuple[TensorState, bool]] = {}
+        self.lent: dict[int, int | None] = {}
+        self.copied: dict[int, tuple[int | None, bool]] = {}
 
     @property
     def mine(self) -> bool:
@@ -281,7 +282,7 @@ class _Turns:
         """At the end of this rank's turn: the tensors of which others have an old value and do not know that.
 
         They know of a call that changes the tensor itself. They do not know of one that changes another tensor with its
-        memory, nor of a layer that changes it in an object in inference mode, where nobody counts changes.
+        memory.
 
         Raises:
             CutError: a value that came from another rank has changed here, and there a tensor shares its memory.
@@ -289,18 +290,18 @@ class _Turns:
         for number in _left_by(calls[self.begin :]):
             self._forget(number)
         found: list[int] = []
-        for number, state in list(self.lent.items()):
+        for number, version in list(self.lent.items()):
             tensor = numbers.find(number)
             if tensor is None or isinstance(tensor, Placeholder):
                 del self.lent[number]
-            elif has_changed(tensor, state):
+            elif version_of(tensor) != version:
                 self._forget(number)
                 found.append(number)
-        for number, (state, shared) in list(self.copied.items()):
+        for number, (version, shared) in list(self.copied.items()):
             tensor = numbers.find(number)
             if tensor is None or isinstance(tensor, Placeholder):
                 del self.copied[number]
-            elif has_changed(tensor, state):
+            elif version_of(tensor) != version:
                 if shared:
                     raise CutError(
                         f"tensor {number}, {tuple(tensor.shape)}, is changed in place, another tensor shares its "

@@ -131,17 +131,14 @@ class Cut:
                 if action.kind is Kind.FORWARD:
                     version = self._schedule.versions[action.stage, _index(action)]
                     if version and (action.stage, version - 1) not in slots:
-                        raise self._never(action, version)
+                        raise ScheduleError(
+                            f"Schedule {self._schedule.name!r} runs {action} on weights after {version} steps, more "
+                            f"than stage {action.stage} ever takes."
+                        )
                     ready = (slots[action.stage, version - 1] // self._size + 1) * self._size if version else 0
                     if begin < ready:
                         late[action] = ready
         return late
-
-    def _never(self, action: Action, version: int) -> ScheduleError:
-        return ScheduleError(
-            f"Schedule {self._schedule.name!r} runs {action} on weights after {version} steps, more than stage "
-            f"{action.stage} ever takes."
-        )
 
     def _find_versions(self) -> dict[tuple[int, int], int]:
         versions: dict[tuple[int, int], int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import lcm
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules.action import Action, Kind
-from lightning_pipe.schedules.families.one_f_one_b import alternate
+from lightning_pipe.schedules.families.one_f_one_b import OneFOneB, alternate
 from lightning_pipe.schedules.family import Family, Orders, check_counts
 from lightning_pipe.schedules.ir import Schedule
 
@@ -151,15 +151,15 @@ class PipeDream2BW(Family):
     def orders(self, ranks: int, micro_batches: int) -> Orders:
         """1F1B, with a step behind the last backward pass of every batch."""
         size = self.accumulate or ranks
+        first_of = {min(first + size, micro_batches) - 1: first for first in range(0, micro_batches, size)}
 
-        def order(rank: int) -> list[Action]:
-            forwards = [[Action(Kind.FORWARD, rank, index)] for index in range(micro_batches)]
-            backwards = [[Action(Kind.BACKWARD, rank, index)] for index in range(micro_batches)]
-            for first in range(0, micro_batches, size):
-                backwards[min(first + size, micro_batches) - 1].append(Action(Kind.STEP, rank, first))
-            return [*chain.from_iterable(alternate(forwards, backwards, warm_up=ranks - 1 - rank))]
+        def stepping(order: Iterable[Action]) -> Iterator[Action]:
+            for action in order:
+                yield action
+                if action.kind is Kind.BACKWARD and action.micro_batch in first_of:
+                    yield Action(Kind.STEP, action.stage, first_of[action.micro_batch])
 
-        return [order(rank) for rank in range(ranks)]
+        return [list(stepping(order)) for order in OneFOneB().orders(ranks, micro_batches)]
 
     def versions(self, schedule: Schedule) -> Mapping[tuple[int, int], int]:
         """One step behind the batch."""

@@ -11,7 +11,6 @@ from lightning_pipe.schedules.action import Action, Kind
 from lightning_pipe.schedules.dependencies import (
     FORWARD_DONE,
     Number,
-    Result,
     Timed,
     in_one,
     result_of,
@@ -45,15 +44,15 @@ class _Message(NamedTuple):
     known: int
     action: Action
     stage: int
-    skips: bool
 
     def ends(self) -> tuple[Action, Action]:
         """The send and the receive action; each names the other's stage where that is not the next one."""
         send, receive = _MESSAGE[self.action.kind]
         mine, other, action = self.action.stage, self.stage, self.action._replace(joined=False)
+        skips = abs(other - mine) != 1
         return (
-            action._replace(kind=send, peer=self.receiver, other=other if self.skips else None),
-            action._replace(kind=receive, peer=self.sender, stage=other, other=mine if self.skips else None),
+            action._replace(kind=send, peer=self.receiver, other=other if skips else None),
+            action._replace(kind=receive, peer=self.sender, stage=other, other=mine if skips else None),
         )
 
 
@@ -128,29 +127,22 @@ def _lanes(schedule: Schedule, played: list[list[Timed]], skips: Iterable[tuple[
     for early, late in [*steps, *skips]:
         beyond[early].append(late)
         before[late].append(early)
-    places: dict[Result, tuple[int, range]] = {}
-    for rank, timed in enumerate(played):
-        for (action, _, _), span in zip(timed, _spans(timed), strict=True):
-            result = result_of(action)
-            if result is not None:
-                places[result] = rank, span
+    producers = {
+        result: (rank, span, action)
+        for rank, timed in enumerate(played)
+        for (action, _, _), span in zip(timed, _spans(timed), strict=True)
+        if (result := result_of(action)) is not None
+    }
     lanes: dict[tuple[int, int, Kind, int], list[_Message]] = defaultdict(list)
-    for rank, timed in enumerate(played):
-        for (action, _, _), span in zip(timed, _spans(timed), strict=True):
-            result = result_of(action)
-            if result is None:
-                continue
-            end, index = timed[span[-1]].end, span[-1]
-            forward = action.kind is Kind.FORWARD
-            for stage in (beyond if forward else before)[action.stage]:
-                peer, consumer = places[result[0], stage, action.micro_batch]
-                if peer == rank:
-                    continue
+    for (what, at, micro_batch), (rank, span, action) in producers.items():
+        index, end = span[-1], played[rank][span[-1]].end
+        for stage in (beyond if what == FORWARD_DONE else before)[at]:
+            peer, consumer, _ = producers[what, stage, micro_batch]
+            if peer != rank:
                 # What a gradient looks like is known once the receiver's own forward has run.
-                known = 0 if forward else places[FORWARD_DONE, stage, action.micro_batch][1].stop
+                known = 0 if what == FORWARD_DONE else producers[FORWARD_DONE, stage, micro_batch][1].stop
                 lane = (min(rank, peer), max(rank, peer), _MESSAGE[action.kind][0], action.pipe)
-                skip = abs(stage - action.stage) != 1
-                lanes[lane].append(_Message(end, rank, index, peer, consumer[0], known, action, stage, skip))
+                lanes[lane].append(_Message(end, rank, index, peer, consumer[0], known, action, stage))
     return lanes.values()
 
 

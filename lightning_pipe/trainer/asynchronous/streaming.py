@@ -146,7 +146,7 @@ class Streaming:
         self._in_flight[self._batches] = step
         self._batches += 1
         with self._calling() as withheld, self._step.running() as before:
-            self._call = self._pipeline.advance(step, step.micro_batches.parts, weights, seed=seed)
+            self._call = self._asynchronous.advance(step, step.micro_batches.parts, weights, seed=seed)
         return self._share(before, withheld)
 
     def _train_without_batch(self, calls: Iterator[CallResult]) -> Any:
@@ -236,7 +236,7 @@ class Streaming:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
         with self._drained():
             self._loop.log_pending()
-            calls = self._pipeline.drain()
+            calls = self._asynchronous.drain()
             number = 0
             while self._asynchronous.in_flight:
                 number += 1

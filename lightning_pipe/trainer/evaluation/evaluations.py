@@ -54,12 +54,10 @@ class Evaluations:
     def installed(self) -> Iterator[None]:
         """Around a run: step in where Lightning's loops are about to fetch their first batch, and behind the last."""
         trainer: Any = self._module.trainer
-        loops = {
-            trainer.fit_loop.epoch_loop.val_loop: "validation_step",
-            trainer.validate_loop: "validation_step",
-            trainer.test_loop: "test_step",
-            trainer.predict_loop: "predict_step",
-        }
+        loops = dict.fromkeys((trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop), "validation_step")
+        loops |= {trainer.test_loop: "test_step", trainer.predict_loop: "predict_step"}
+        for loop in loops:
+            loop.inference_mode = False  # nobody counts changes in it; Lightning itself leaves it with FSDP, over Gloo
         with ExitStack() as changed:
             changed.callback(self._close)
             for loop, name in loops.items() if len(self._steps.pipeline.pipeline_members) > 1 else ():

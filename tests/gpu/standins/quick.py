@@ -10,4 +10,4 @@ from tests.gpu.setting import Setting
 
 def run(setting: Setting) -> Iterator[Finding]:
     """One row."""
-    yield Finding(f"a row on {setting.device}", "1")
+    yield Finding("a row", "1")

@@ -137,14 +137,6 @@ def test_bad_folders_are_told_in_a_sentence(tmp_path: Path, settings: dict[str, 
         data_module(**settings)
 
 
-def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    folder = write_images(tmp_path / "images")
-    (folder / "val" / "n02" / "broken.jpg").write_bytes(b"not an image")
-    split = data_module(files=str(folder)).split("validation")
-    with pytest.raises(RecipeError, match=r"The image .*broken.jpg cannot be read"):
-        [split[index] for index in range(len(split))]
-
-
 def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
     victim = next((folder / "val" / "n01").iterdir())
@@ -172,13 +164,3 @@ def test_the_hub_s_columns_are_what_imagenet_has(tmp_path: Path, monkeypatch: py
     assert data.images is not None
     assert data.images.title == "ILSVRC/imagenet-1k from the hub"
     assert next(iter(data.val_dataloader()))["image"].shape == (4, 3, 16, 16)
-
-
-def test_without_network_auto_takes_the_digits_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("recipes.data.choice.hub_answers", lambda name: False)
-    caplog.set_level("INFO")
-    data = data_module(classes=10)
-    assert data.chosen == "digits"
-    assert "replaced by scikit-learn's handwritten digits" in caplog.text

@@ -20,6 +20,7 @@ from recipes.data.loading import (
     shuffled,
 )
 from recipes.errors import RecipeError
+from tests.support.oracle import SILENT
 
 
 class Keys(Dataset[tuple[int, int]]):
@@ -99,10 +100,7 @@ def test_a_checkpoint_says_how_far_the_epoch_is_even_if_the_schedule_asked_for_t
             max_epochs=3,
             accelerator="cpu",
             callbacks=list(callbacks),
-            logger=False,
-            enable_checkpointing=bool(callbacks),
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **SILENT | {"enable_checkpointing": bool(callbacks)},
         )
         trainer.fit(module, datamodule=Data(), ckpt_path=checkpoint)
         return module.batches

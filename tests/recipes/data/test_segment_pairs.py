@@ -11,7 +11,7 @@ import torch
 
 from recipes.data import documents
 from recipes.data.loading import Draw
-from recipes.data.segment_pairs import IGNORED, MaskedPairs, _shortened, hide, runs_of
+from recipes.data.segment_pairs import IGNORED, MaskedPairs, _shortened, runs_of
 from recipes.errors import RecipeError
 
 DOCUMENT = "\n".join(f"Sentence {number} of this text tells of number {number * number}." for number in range(12))
@@ -74,26 +74,6 @@ def test_half_of_the_second_segments_follow_the_first(tmp_path: Path) -> None:
     assert 0.3 < np.mean(labels) < 0.7
 
 
-def test_epochs_differ_and_runs_do_not(tmp_path: Path) -> None:
-    split = data_module(tmp_path).split("train")
-    assert torch.equal(split[Draw(1, 2)]["input_ids"], split[Draw(1, 2)]["input_ids"])
-    assert not torch.equal(split[Draw(1, 2)]["input_ids"], split[Draw(2, 2)]["input_ids"])
-    assert torch.equal(split[2]["labels"], split[2]["labels"])
-
-
-def test_masking_hides_as_bert_does() -> None:
-    tokens = np.full(4000, 7)
-    hidden = np.arange(2000)
-    seen, labels = hide(tokens, hidden, np.random.default_rng(0), vocabulary=1000, mask=3, share=0.5)
-    chosen = labels != IGNORED
-    assert chosen.sum() == 1000
-    assert not chosen[2000:].any()
-    assert (labels[chosen] == 7).all()
-    assert (seen[~chosen] == 7).all()
-    assert (seen[chosen] == 3).mean() == pytest.approx(0.8, abs=0.03)
-    assert (seen[chosen] == 7).mean() == pytest.approx(0.1, abs=0.03)
-
-
 def test_runs_stay_inside_documents() -> None:
     runs = runs_of(np.full(20, 5), np.array([7, 8, 20]), length=14).tolist()
     assert runs == [[0, 3], [3, 6], [6, 7], [7, 8], [8, 11], [11, 14], [14, 17], [17, 20]]
@@ -106,20 +86,6 @@ def test_the_longer_segment_is_shortened() -> None:
     first, second = _shortened(np.arange(50), np.arange(30), 20, random)
     assert len(first) + len(second) == 20
     assert abs(len(first) - len(second)) <= 1
-
-
-def test_a_second_run_finds_the_tokens_of_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    files = str(write_documents(tmp_path / "text"))
-    first = data_module(tmp_path, files=files)
-    assert "Tokenised" in caplog.text
-    caplog.clear()
-    second = data_module(tmp_path, files=files)
-    assert "Tokenised" not in caplog.text
-    assert first.folder == second.folder
-    other = MaskedPairs(vocabulary=320, length=64, batch_size=8, files=files, cache=str(tmp_path / "cache"))
-    other.setup("fit")  # a process that has not prepared anything
-    assert other.folder == first.folder
 
 
 def test_wikipedia_is_streamed_and_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

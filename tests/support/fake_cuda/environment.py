@@ -31,11 +31,6 @@ def environment(devices: int = 1, *, protects: bool = False, record: Path | None
     return {**os.environ, **own}
 
 
-def is_rehearsal() -> bool:
-    """Whether this process has the fake device."""
-    return DEVICES in os.environ
-
-
 def install() -> None:
     """Give this process its devices; called before anything else runs."""
     from tests.support.fake_cuda import device, gloo, nccl

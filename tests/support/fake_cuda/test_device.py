@@ -9,22 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.fake_cuda import build
 from tests.support.fake_cuda.call import RehearsalError, rehearse
 
 pytestmark = pytest.mark.rehearsed
-
-
-def test_a_compiler_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build.obstacle() is None
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no compiler no-such-compiler" in str(build.obstacle())
-
-
-def test_an_unknown_torch_fails_with_those_that_are_known() -> None:
-    build.check_torch("2.13.0+cpu")
-    with pytest.raises(build.UnknownTorchError, match=r"known to fit torch 2\.13, and this is 2\.99\.1"):
-        build.check_torch("2.99.1")
 
 
 class Spy(torch.autograd.Function):

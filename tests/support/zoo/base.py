@@ -40,11 +40,30 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
 
 
-class Regression(Module):
-    """Maps ``x`` to ``y``; the models below differ in `forward`."""
+class Block(nn.Module):
+    """A plain layer."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Regression(Module):
+    """Maps ``x`` to ``y``; the models below differ in `forward`, or in their layers.
+
+    Args:
+        layers: others than ``depth`` times ``Layer``.
+    """
+
+    Layer: type[nn.Module] = Block
+    depth = 4
+
+    def __init__(self, layers: Sequence[nn.Module] | None = None) -> None:
+        super().__init__()
+        layers = [self.Layer() for _ in range(self.depth)] if layers is None else layers
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(WIDTH, 1)
@@ -57,17 +76,6 @@ class Regression(Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-
-class Block(nn.Module):
-    """A plain layer."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
 
 
 def blocks(number: int = 4) -> list[nn.Module]:
@@ -90,8 +98,10 @@ class Mlp(Module):
 class Residual(Regression):
     """Residuals, norms and learned scales between the layer calls."""
 
+    depth = 5
+
     def __init__(self) -> None:
-        super().__init__(blocks(5))
+        super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.layers)
         self.scales = nn.Parameter(torch.linspace(0.5, 1.5, len(self.layers)))
 
@@ -108,8 +118,7 @@ class Residual(Regression):
 class HiddenStates(Regression):
     """Every layer reads the sum of all earlier hidden states, the head their mean."""
 
-    def __init__(self) -> None:
-        super().__init__(blocks(5))
+    depth = 5
 
     def forward(self, x: Tensor) -> Tensor:
         states = [self.embed(x)]

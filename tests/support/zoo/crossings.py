@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.zoo.base import WIDTH, Block, Regression, blocks
+from tests.support.zoo.base import WIDTH, Block, Regression
 
 
 class Structures(Regression):
@@ -20,9 +20,6 @@ class Structures(Regression):
             x = super().forward(state["x"])
             chosen = torch.where(state["even"].unsqueeze(-1), x, -x) if state["mask"] is None else x
             return {"x": chosen, "even": ~state["even"], "count": state["count"] + 1, "mask": None, "depth": 3}
-
-    def __init__(self) -> None:
-        super().__init__([self.Layer() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         state: dict[str, Any] = {
@@ -43,9 +40,6 @@ class NonContiguous(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.mT if x.shape[-1] != WIDTH else x).mT
 
-    def __init__(self) -> None:
-        super().__init__([self.Layer() for _ in range(4)])
-
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         x = self.embed(torch.stack([batch["x"], -batch["x"], batch["x"] + 1], 1))
         for layer in self.layers:
@@ -63,15 +57,11 @@ class InPlace(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.add_(0.5).clamp_(min=-0.1))
 
-    def __init__(self) -> None:
-        super().__init__([self.Layer() for _ in range(4)])
-
 
 class Skips(Regression):
     """Tensors are carried past several layers and taken back in reverse order."""
 
-    def __init__(self) -> None:
-        super().__init__(blocks(6))
+    depth = 6
 
     def forward(self, x: Tensor) -> Tensor:
         x, carried = self.embed(x), []
@@ -90,9 +80,6 @@ class Auxiliary(Regression):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             x = super().forward(x)
             return x, x.square().mean()
-
-    def __init__(self) -> None:
-        super().__init__([self.Layer() for _ in range(4)])
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         x, total = self.embed(batch["x"]), torch.zeros((), dtype=batch["x"].dtype, device=batch["x"].device)
@@ -113,9 +100,6 @@ class Detached(Regression):
                 first = 0.5 * first + x
         return F.mse_loss(self.head(x), batch["y"]) + F.mse_loss(x, first.detach())
 
-    def __init__(self) -> None:
-        super().__init__(blocks(4))
-
 
 class Keywords(Regression):
     """Layers take keywords: a mask made from the batch, a tensor computed outside, a flag."""
@@ -126,7 +110,7 @@ class Keywords(Regression):
             return -x if negate else x
 
     def __init__(self) -> None:
-        super().__init__([self.Layer() for _ in range(4)])
+        super().__init__()
         self.context = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,9 +125,6 @@ class Keywords(Regression):
 class Branches(Regression):
     """The step takes another path through the code for every second batch."""
 
-    def __init__(self) -> None:
-        super().__init__(blocks(4))
-
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         x = self.embed(batch["x"])
         for i, layer in enumerate(self.layers):
@@ -156,8 +137,7 @@ class Branches(Regression):
 class Selects(Regression):
     """Rows are selected by masks: shapes depend on the batch's values, and on those of a layer."""
 
-    def __init__(self) -> None:
-        super().__init__(blocks(5))
+    depth = 5
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         chosen = batch["x"][:, 0] > -0.5
@@ -175,7 +155,7 @@ class Appends(Regression):
     """Keeps the outputs of its steps and reads them at the end of the epoch; the step returns a dictionary."""
 
     def __init__(self) -> None:
-        super().__init__(blocks(4))
+        super().__init__()
         self.outs: list[Tensor] = []
         self.seen = 0
 
@@ -193,9 +173,6 @@ class Appends(Regression):
 
 class LogsOnTheWay(Regression):
     """Values are logged before, between and after the layers, and nothing else uses them."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks(4))
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         self.log("input", batch["x"].mean())
@@ -216,8 +193,7 @@ class UnusedOutputs(Regression):
             x = super().forward(x if scale is None else x * scale)
             return x, x.exp(), 2 * x.detach()
 
-    def __init__(self) -> None:
-        super().__init__([self.Layer() for _ in range(5)])
+    depth = 5
 
     def forward(self, x: Tensor) -> Tensor:
         x, scale = self.embed(x), None

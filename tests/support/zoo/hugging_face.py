@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -32,6 +32,12 @@ def mean_of_tokens(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+def small(config: Callable[..., Any], **sizes: Any) -> Any:
+    """The configuration of four small layers."""
+    sizes = {"num_attention_heads": 2, "intermediate_size": 32, "initializer_range": INITIAL, **sizes}
+    return config(vocab_size=40, hidden_size=16, num_hidden_layers=4, **sizes)
+
+
 def gpt2() -> Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -56,32 +62,14 @@ def gpt2() -> Module:
 def bert() -> Module:
     from transformers import BertConfig, BertForPreTraining
 
-    config = BertConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=INITIAL,
-    )
-    return HuggingFace(BertForPreTraining(config))
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return HuggingFace(BertForPreTraining(small(BertConfig, max_position_embeddings=32, **dropout)))
 
 
 def llama() -> Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=32,
-        initializer_range=INITIAL,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(small(LlamaConfig))
     model.loss_function = mean_of_tokens
     return HuggingFace(model)
 

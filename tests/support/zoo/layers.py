@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.zoo.base import WIDTH, Block, Module, Regression, blocks
+from tests.support.zoo.base import WIDTH, Block, Module, Regression
 
 
 class Lookups(Module):
@@ -36,7 +36,7 @@ class WeightNorm(Regression):
     """Weights that are computed from parameters before each use, in both of torch's ways."""
 
     def __init__(self) -> None:
-        super().__init__(blocks(4))
+        super().__init__()
         for layer in self.layers:
             nn.utils.parametrizations.weight_norm(layer.linear)
         nn.utils.parametrizations.weight_norm(self.embed)
@@ -79,15 +79,9 @@ class Statistics(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(super().forward(x))
 
-    def __init__(self) -> None:
-        super().__init__([self.Layer() for _ in range(4)])
-
 
 class Noise(Regression):
     """Random noise is drawn in the step, before, between and after the layers."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks(4))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x + 0.1 * torch.randn_like(x))

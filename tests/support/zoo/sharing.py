@@ -11,8 +11,10 @@ from tests.support.zoo.base import WIDTH, Regression, blocks
 class FrozenPrefix(Regression):
     """Nothing below the third layer is trained: no gradient goes there."""
 
+    depth = 5
+
     def __init__(self) -> None:
-        super().__init__(blocks(5))
+        super().__init__()
         for module in (self.embed, *self.layers[:2]):
             module.requires_grad_(False)
 
@@ -21,7 +23,7 @@ class FrozenLayers(Regression):
     """Only the head and a norm in the middle are trained."""
 
     def __init__(self) -> None:
-        super().__init__(blocks(4))
+        super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         for module in (self.embed, self.layers):
             module.requires_grad_(False)
@@ -37,7 +39,7 @@ class SharedNorm(Regression):
     """One norm runs after every layer."""
 
     def __init__(self) -> None:
-        super().__init__(blocks(4))
+        super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ class SharedByLayers(Regression):
     """The first and the last layer have one weight."""
 
     def __init__(self) -> None:
-        super().__init__(blocks(4))
+        super().__init__()
         self.layers[-1].linear.weight = self.layers[0].linear.weight
 
 
@@ -88,7 +90,7 @@ class ScaleInTwoStages(Regression):
     """A learned scale is used before the first layer and after the last."""
 
     def __init__(self) -> None:
-        super().__init__(blocks(4))
+        super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -222,7 +222,8 @@ def check_placement(name: str, cases: list[str]) -> None:
 
 
 def test_ranks_with_several_stages_equal_one_device() -> None:
-    check_placement("interleaved", OFTEN)
+    """Batches that stream, that stream until they depend on each other, and that wait."""
+    check_placement("interleaved", ["plain", "scaled", "hooked"])
 
 
 @pytest.mark.slow

@@ -210,22 +210,6 @@ def test_processes_that_cannot_reach_each_other_use_gloo() -> None:
     assert processes.run_world(no_memory, 2) == [(0, [2] * 3), (0, [1] * 3)]
 
 
-def objects(transport: Transport) -> list[int]:
-    """Objects of many sizes, in order and by tag."""
-    sizes, peer = [0, 5000, 1 << 22, 3, 70_000], 1 - transport.rank
-    works = [transport.send_object(torch.full((size,), size), peer, tag) for size in sizes for tag in (0, 1)]
-    found = [transport.receive_object(peer, tag) for tag in (1, 0) for _ in sizes]
-    for work in works:
-        work.wait()
-    assert all(bool((each == each.numel()).all()) for each in found)
-    return [each.numel() for each in found]
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_objects_of_any_size_keep_their_order(local: bool) -> None:
-    assert processes.run_pipeline(objects, Topology(2), local=local) == [[0, 5000, 1 << 22, 3, 70_000] * 2] * 2
-
-
 def gather(transport: Transport) -> list[Any]:
     mine = [transport.process] * (3000 * transport.process)
     found = [[len(each) for each in transport.all_gather_object(mine, (0, 1, 2))]]

@@ -16,8 +16,7 @@ from lightning_pipe.cli import main
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.planning.cost_profile import SHAPES, SizeCosts
-from lightning_pipe.planning.layer_sizes import without_times
-from lightning_pipe.planning.profile_store import ProfileStore
+from lightning_pipe.planning.layer_sizes import profile_path, stored, without_times
 from lightning_pipe.trainer.schedule_choice import choose
 from tests.support import oracle
 from tests.support.trainer_runs import QUIET
@@ -68,14 +67,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_profile_was_measured_with_is_stored(cache: Path) -> None:
     found = profile(Net(), torch.ones(4, 5, 8), micro_batch_sizes=[1], rounds=1, layers="layers")
     assert found.conditions[SHAPES] == "(1, 5, 8) float32"
-    path = ProfileStore(Net(), find_layers(Net(), "layers"), {}, cache).path
+    path = profile_path(Net(), find_layers(Net(), "layers"), cache)
     found.save(path)
     assert CostProfile.load(path).conditions[SHAPES] == found.conditions[SHAPES]
 
 
 def test_a_run_is_balanced_by_what_the_command_has_measured(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file of `lightning-pipe profile` is read by a run, and by `schedule="auto"`."""
-    here = "tests.planning.test_profile_store"
+    here = "tests.planning.test_layer_sizes"
     with pytest.raises(ConfigurationError, match="has not been measured"):
         told(capsys)
     main(
@@ -123,24 +122,23 @@ def test_the_balance_follows_the_measurements() -> None:
 def test_a_profile_is_kept_by_the_module_and_checked_for_the_conditions(cache: Path) -> None:
     net = Net()
 
-    def store(module: nn.Module = net, threads: str = "2") -> ProfileStore:
-        return ProfileStore(module, find_layers(module, "layers"), {"threads": threads})
+    def load(module: nn.Module = net, **conditions: str) -> CostProfile | None:
+        return stored(module, find_layers(module, "layers"), conditions)
 
-    assert store().load("threads") is None
-    some_profile(net, 1).save(store().path)
-    some_profile(net, 2).save(store().path)
-    assert store().load("threads") == some_profile(net, 2)
-    assert store(net, "4").load() == some_profile(net, 2)
+    assert load(threads="2") is None
+    path = profile_path(net, find_layers(net, "layers"))
+    some_profile(net, 1).save(path)
+    some_profile(net, 2).save(path)
+    assert load(threads="2") == load() == some_profile(net, 2)
     with pytest.raises(ConfigurationError, match="threads 2 in the profile, 4 now"):
-        store(net, "4").load("threads")
+        load(threads="4")
     other = Net()
     other.layers.append(Layer())
-    assert store(other).load() is None
+    assert load(other) is None
     net.layers[0].requires_grad_(False)
-    found = store().load()
+    found = load()
     assert found is not None
     assert found.layers[0].frozen_bytes > 0, "the parameters are those of now"
-    path = store().path
     net.layers[0].dropout.p = 0.5  # an option, and no parameter
-    assert store().load() is None
+    assert load() is None
     assert [each.name for each in cache.iterdir()] == [path.name], "and nothing half written"

@@ -1,0 +1,113 @@
+"""What containers and objects of the user's classes hold, in a dictionary, in slots, or in both.
+
+Objects of libraries are not looked into: they may be large and intricate.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+from argparse import Namespace
+from collections import UserDict, UserList, deque
+from collections.abc import Iterator, Mapping, MutableMapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+LARGE = 4096
+"""What more is in containers of more elements is neither searched nor compared element by element."""
+_OF_PYTHON = (SimpleNamespace, Namespace, UserDict, UserList)
+"""Classes of the standard library whose objects keep the user's values in attributes."""
+
+
+def inside(value: Any) -> Any:
+    """What a container or an object of the user's holds: a mapping, a sequence or a set; ``None`` for all else."""
+    if isinstance(value, dict | list | tuple | deque | set | frozenset):
+        return value
+    if isinstance(value, slice):
+        return value.start, value.stop, value.step
+    return attributes_of(value) if is_object(value) else None
+
+
+def values_in(value: Any) -> list[Any]:
+    """The values that it holds, without keys and names, unless they are many."""
+    held = inside(value)
+    if held is None or len(held) > LARGE:
+        return []
+    return [*(held.values() if isinstance(held, Mapping) else held)]
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object with attributes of the user's, and no module."""
+    kind: Any = type(value)
+    return kind in _OF_PYTHON or (is_users(kind) and not isinstance(value, Tensor | nn.Module | type))
+
+
+def is_users(kind: Any) -> bool:
+    """Whether a class, or a function, is the user's own rather than a library's, which may be large and intricate."""
+    return _is_users(str(kind.__module__))
+
+
+@cache
+def _is_users(name: str) -> bool:
+    if name == "__main__":
+        return True
+    if name.partition(".")[0] == __name__.partition(".")[0]:
+        return False  # what this package puts into modules while it runs, wherever it is installed
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        found = importlib.util.find_spec(name) if module is None else None
+        file = found.origin if found else None
+    # A package installed with ``pip install -e`` lies outside these folders and counts as the user's.
+    libraries = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return file is not None and not any(file.startswith(path) for path in libraries)
+
+
+class SlotItems(MutableMapping[str, Any]):
+    """The attributes of an object that has slots, as a mapping."""
+
+    def __init__(self, owner: Any) -> None:
+        kind: Any = type(owner)
+        self._owner, self._slots = owner, _slots(kind)
+        self._others: dict[str, Any] = getattr(owner, "__dict__", {})
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._slots and hasattr(self._owner, name):
+            return getattr(self._owner, name)
+        return self._others[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._slots:
+            object.__setattr__(self._owner, name, value)
+        else:
+            self._others[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._slots:
+            object.__delattr__(self._owner, name)
+        else:
+            del self._others[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._others
+        yield from (name for name in self._slots if hasattr(self._owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def attributes_of(owner: Any) -> MutableMapping[str, Any]:
+    """The attributes of an object."""
+    kind: Any = type(owner)
+    return SlotItems(owner) if _slots(kind) or not hasattr(owner, "__dict__") else vars(owner)
+
+
+@cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = (name for each in found for name in ((each,) if isinstance(each, str) else each))
+    return tuple(dict.fromkeys(name for name in names if name[:2] != "__"))  # __weakref__ is one, too
