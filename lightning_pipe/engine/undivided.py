@@ -66,12 +66,16 @@ def divide(
     """
     before = vars(pipeline).copy()
     vars(pipeline).clear()
-    type(pipeline).__init__(
-        *(pipeline, before["module"], layers, balance, before["family"], before["transport"]),
-        recompute=before["recompute"],
-        deferred_batch_norm=deferred_batch_norm,
-        passes=passes,
-    )
+    try:
+        type(pipeline).__init__(
+            *(pipeline, before["module"], layers, balance, before["family"], before["transport"]),
+            recompute=before["recompute"],
+            deferred_batch_norm=deferred_batch_norm,
+            passes=passes,
+        )
+    except BaseException:
+        vars(pipeline).update(before)  # it is refused, and stays whole
+        raise
     pipeline.reductions.dtype = before["reductions"].dtype
     pipeline.reductions.scattered = before["reductions"].scattered
     pipeline.partition()

@@ -22,6 +22,7 @@ from lightning_pipe.schedules import Chimera
 from lightning_pipe.tensor_spec import TensorSpec
 from tests.support.engine_runs import Outcome, assert_same, pipelined
 from tests.support.small_net import WIDTH, Block, Net, batch
+from tests.support.threads import Draws
 
 DOUBLING, HALVING = Chimera(scaling="forward_doubling"), Chimera(scaling="backward_halving")
 
@@ -150,14 +151,6 @@ class Norm(nn.BatchNorm1d):
 def test_what_may_depend_on_the_other_samples_runs_apart(net: Any) -> None:
     found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
     assert passes(found) == [0, 0]
-
-
-class Draws(nn.Module):
-    """Draws by what it is given: ranks that are threads have one generator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(int(1e6 * x.detach().abs().sum()))
-        return x * torch.rand(x.shape, generator=generator).to(x)
 
 
 def test_random_numbers_run_apart() -> None:

@@ -20,7 +20,7 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import GPipe
 from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
-from tests.support.threads import ThreadTransport, run_threads, thread_world
+from tests.support.threads import Draws, ThreadTransport, run_threads, thread_world
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -216,7 +216,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         first = nn.Sequential(nn.Identity(), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.Tanh())
-        others = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
+        others = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), Draws(), nn.Tanh()) for _ in range(3)]
         self.layers = nn.ModuleList([first, *others])
         self.outside = nn.BatchNorm2d(3, affine=False)
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.errors import CommunicationError
@@ -176,6 +176,15 @@ def _reduced(contributions: dict[int, Tensor], members: tuple[int, ...], op: Red
     for member in members[1:]:
         total = _REDUCE[op](total, contributions[member])
     return total
+
+
+class Draws(nn.Module):
+    """Masks by what it is given, as dropout does by chance: ranks that are threads have one generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``, times numbers between 0 and 1."""
+        generator = torch.Generator().manual_seed(int(1e6 * x.detach().abs().sum()))
+        return x * torch.rand(x.shape, generator=generator).to(x)
 
 
 def thread_world(

@@ -49,7 +49,15 @@ MARKS: dict[str, list[tuple[str, ...]]] = {
     "deterministic": [(FLAG, name, "works") for name in ("deterministic", "benchmark")],
     "barebones": [(FLAG, "barebones", "works")],
     "autolog": [(FLAG, "enable_autolog_hparams", "works")],
-    "limits": [(FLAG, name, "works") for name in ("limit_test_batches", "limit_predict_batches", "inference_mode")],
+    "limits": [
+        (FLAG, "limit_test_batches", "works"),
+        (FLAG, "limit_predict_batches", "works"),
+        (
+            *(FLAG, "inference_mode", "works"),
+            "evaluation steps run without gradients and outside of that mode, as Lightning itself does over Gloo and "
+            "with FSDP",
+        ),
+    ],
     "default_root_dir": [(FLAG, name, "works") for name in ("default_root_dir", "enable_checkpointing")],
     "LearningRateFinder": [(CALLBACK, "LearningRateFinder", "works")],
     "Tuner": [("Command line and Tuner", "Tuner.lr_find", "works")],
