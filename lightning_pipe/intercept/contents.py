@@ -225,6 +225,7 @@ class _Tensor(Node):
         small = (owner.numel() if isinstance(owner, Tensor) else owner.size) <= _CLONED
         self.former = copy_of(owner) if small else None  # a large one costs memory: its change cannot be undone
         self.version, self.place = version_of(owner), place_of(owner)
+        self.marks = dict(vars(owner)) if isinstance(owner, Tensor) else {}  # what it went through in a run
 
     def _changed(self) -> bool:
         if type(self.owner) is not self.type or version_of(self.owner) != self.version:
@@ -253,6 +254,9 @@ class _Tensor(Node):
         with torch.no_grad():
             # in place, for whoever else refers to the tensor or to a view of it
             self.owner[...] = self.former
+        if isinstance(self.owner, Tensor):
+            vars(self.owner).clear()
+            vars(self.owner).update(self.marks)
         return self.owner
 
     @override

@@ -12,6 +12,9 @@ on what one device has::
 Of a tensor that comes from layers or parameters its number counts, of one that comes from the batch what it went
 through, of any other tensor its values, of numbers, text, containers and objects what they hold, else the type.
 
+Values of a tensor on a device would have to be waited for. What it went through counts in their place, in earlier runs
+of the batch too: runs that end at a cut are put back, so the last stage alone has what they have made.
+
 In thorough runs the word of a layer's call counts what the layer's code names as well (`references`), but for what its
 calls have changed, which the stage that runs it alone has. Such a word is odd: whoever answers the call does the same.
 """
@@ -68,19 +71,21 @@ class Digest:
         thorough: whether the words of layers that run here count what their code names.
         words: those of the calls so far.
         expected: those of the previous stage up to its cut.
+        since: the token of `Numbers` from which on runs belong to the batch under way, or to those in one stream.
     """
 
     def __init__(self, numbers: Numbers, name_of: Callable[[Tensor], str | None], *, idle: bool = False) -> None:
         self.idle, self.thorough = idle, False
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
+        self.since = 0
         self._numbers, self._name_of, self._word = numbers, name_of, 0
 
     def begin(self, batch: Any) -> None:
         """The run is about to begin, with this batch, of which no other run has the same tensors."""
         for position, leaf in enumerate(() if self.idle else tree_leaves(batch), start=1):
             if isinstance(leaf, Tensor):
-                self._mark(leaf, mix(position))
+                self._mark(leaf, mix(position), varies=True)
 
     def draw(self, name: str, generator: torch.Generator | None = None) -> None:
         """A function of that name draws, from the stream of the code around or a generator."""
@@ -132,20 +137,21 @@ class Digest:
         words = self.words[:calls]
         return (*words, *[0] * (calls - len(words)))
 
-    def follow(self, name: str, leaves: Sequence[Any], left: Sequence[Tensor]) -> None:
+    def follow(self, name: str, leaves: Sequence[Any], left: Sequence[Tensor], *, drawn: bool = False) -> None:
         """A function of that name is given such leaves: what it leaves comes from the batch if one does.
 
-        What it leaves on a device, where nobody reads values, comes from whatever it was given.
+        What it leaves on a device, where nobody reads values, comes from whatever it was given, or has been ``drawn``.
         """
         of_batch = any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves)
         if self.idle or not (of_batch or any(not tensor.is_cpu for tensor in left)):
             return
         number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
         for tensor in left:
-            self._mark(tensor, number)
+            self._mark(tensor, number, varies=of_batch or drawn)
 
-    def _mark(self, tensor: Tensor, number: int) -> None:
-        tensor._pipe_lineage = (self._numbers.token, number)  # type: ignore[attr-defined]
+    def _mark(self, tensor: Tensor, number: int, *, varies: bool) -> None:
+        """Note what a tensor went through in this run; ``varies``: micro-batches have others."""
+        tensor._pipe_lineage = (self._numbers.token, number, varies)  # type: ignore[attr-defined]
 
     def _of_batch(self, tensor: Tensor) -> int | None:
         mark = getattr(tensor, "_pipe_lineage", None)
@@ -173,11 +179,23 @@ class Digest:
             return number
         if type(tensor) is not Tensor or tensor.requires_grad:  # a parameter, or what another rank has
             return _name(self._name_of(tensor) or "")
+        if not tensor.is_cpu:
+            return self._of_earlier(tensor)
         version = version_of(tensor)
         mark = getattr(tensor, "_pipe_values", None)
         if mark is None or version is None or mark[:2] != (self._numbers.token, version):
             mark = tensor._pipe_values = self._numbers.token, version, _values(tensor)  # type: ignore[attr-defined]
         return int(mark[2])
+
+    def _of_earlier(self, tensor: Tensor) -> int:
+        """What a tensor on a device went through in earlier runs of the batch, if they have made or changed it."""
+        derived, number = getattr(tensor, "_pipe_number", (-1, 0))
+        if derived >= self.since:
+            return mix(1, number)
+        token, number, varies = getattr(tensor, "_pipe_lineage", (-1, 0, False))
+        if token < self.since:
+            return mix(*tensor.shape)
+        return mix(2, number) if varies else int(number)  # what each run makes alike may be made once
 
 
 @lru_cache(maxsize=1024)
@@ -193,8 +211,7 @@ def _of_plain(leaf: Any) -> int:
 
 
 def _values(tensor: Tensor) -> int:
-    # nothing waits for a device here, and inside torch.func tensors have no values to read
-    if tensor.layout is not torch.strided or not tensor.is_cpu or functorch_active():
+    if tensor.layout is not torch.strided or functorch_active():  # inside torch.func tensors have no values to read
         return mix(*tensor.shape)
     with DisableTorchFunction(), torch.no_grad():
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)

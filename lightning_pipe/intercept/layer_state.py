@@ -41,6 +41,7 @@ from lightning_pipe.intercept.kept_state import (
     written,
 )
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
+from lightning_pipe.intercept.numbers import next_token
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
@@ -72,6 +73,7 @@ class LayerState:
         one_pipe: as given.
         around: the modules by name whose attributes runs that are not the last stage's leave as they were.
         set_by_run: what the last run's step has set, with what was there before.
+        since: see `Digest`.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class LayerState:
         # by part, the stage of this rank that runs it
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
+        self.since = 0
         self._first: FirstRun | None = None  # the last one of the batch
         # what was there before complete runs: in the batch under way, and in those that others may not know of yet
         self._left: dict[Key, Any] = {}
@@ -318,7 +321,7 @@ class LayerState:
     def begin_batch(self) -> None:
         """No other batch is under way: all ranks have the same."""
         self._late.clear()
-        self._first = None
+        self._first, self.since = None, next_token()
 
     def take(self) -> list[Change]:
         """What complete runs have changed since this was asked, and what calls have been seen to keep."""

@@ -33,7 +33,7 @@ class Numbers:
     def __init__(self) -> None:
         self.unfilled: dict[int, str] = {}
         self.shown: set[int] = set()
-        self.token = next(_tokens)
+        self.token = next_token()
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.following = 0
 
@@ -114,6 +114,11 @@ class Numbers:
         if number is not None:
             del self._alive[number]  # tensors with weak references cannot be swapped
         swap(old, new)
+
+
+def next_token() -> int:
+    """A token that is larger than all before it."""
+    return next(_tokens)
 
 
 def swap(old: Tensor, new: Tensor) -> None:

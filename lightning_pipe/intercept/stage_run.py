@@ -112,7 +112,7 @@ class StageRun:
         self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
-        self.tracker.digest.thorough = thorough
+        self.tracker.digest.thorough, self.tracker.digest.since = thorough, cache.state.since
         self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache)

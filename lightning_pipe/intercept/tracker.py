@@ -240,7 +240,7 @@ class Tracker(TorchFunctionMode):
         written = self.in_place.written(changed) if changed else ()
         if written:
             self._check_changing(written, name)
-        if draws(func, name):
+        if drawn := draws(func, name):
             with self._stream():
                 result = func(*args, **kwargs)
             if name in RANDOM:
@@ -252,7 +252,9 @@ class Tracker(TorchFunctionMode):
                 result.zero_()  # what is in new memory differs between stages, and says nothing
         if name in UNCOUNTED:
             note_uncounted(tensors, result)
-        self.digest.follow(name, leaves, results_of(result, written))
+        # what is given back as it was (`.to(device)`) is what it was
+        made = [each for each in results_of(result, ()) if all(each is not leaf for leaf in leaves)]
+        self.digest.follow(name, leaves, [*made, *written], drawn=drawn)
         return result
 
     def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:

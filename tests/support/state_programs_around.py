@@ -296,7 +296,7 @@ class OwnGeneratorBefore(Base):
 @program(ONE_STAGE)
 class NoiseBefore(Base):
     def before(self, x: Tensor) -> Tensor:
-        return x + torch.randn(x.shape, dtype=x.dtype)
+        return x + torch.randn(x.shape, dtype=x.dtype, device=x.device)
 
 
 @program(ONE_STAGE)

@@ -209,7 +209,7 @@ class Lazy(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mask is None:
-            self.mask = torch.ones(WIDTH, dtype=x.dtype)
+            self.mask = torch.ones(WIDTH, dtype=x.dtype, device=x.device)
         return super().forward(x) * self.mask
 
 

@@ -55,9 +55,53 @@ class Centred(Base):
 
 
 @program(MICRO_BATCHES, train=STALE)
+class CentreBefore(Centred):
+    """Changed behind the layers, read before them."""
+
+    def before(self, x: Tensor) -> Tensor:
+        return x - self.centre
+
+
+@program(MICRO_BATCHES, train=STALE)
+class FirstMeanBefore(Base):
+    """Made of the first samples that come, and kept."""
+
+    def make(self) -> None:
+        self.mean: Any = None
+
+    def before(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.mean(0)
+        return x - self.mean
+
+
+@program(MICRO_BATCHES)
+class TableBefore(Base):
+    """Made once, alike on all ranks."""
+
+    def make(self) -> None:
+        self.table: Any = None
+
+    def before(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, WIDTH, dtype=torch.float64, device=x.device)
+        return x * self.table.to(x.device)
+
+
+@program(MICRO_BATCHES, train=STALE)
+class PartInPlaceBefore(Base):
+    def make(self) -> None:
+        self.register_buffer("mean", torch.zeros(2, WIDTH))
+
+    def before(self, x: Tensor) -> Tensor:
+        self.mean[1].mul_(0.9).add_(0.1 * x.mean(0))
+        return x - self.mean[1]
+
+
+@program(MICRO_BATCHES, train=STALE)
 class RunningMeanBefore(Base):
     def make(self) -> None:
-        self.mean = torch.zeros(WIDTH, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64), persistent=False)
 
     def before(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
@@ -125,7 +169,7 @@ class ForeignTensor(Counts):
 
     def make(self) -> None:
         super().make()
-        self.large = torch.ones(WIDTH, 10_000, dtype=torch.float64)
+        self.register_buffer("large", torch.ones(WIDTH, 10_000, dtype=torch.float64), persistent=False)
 
     def before(self, x: Tensor) -> Tensor:
         self.count += 1

@@ -78,7 +78,9 @@ def of_batches(values: list[float], parts: int) -> list[float]:
     return [math.fsum(values[start : start + parts]) / parts for start in range(0, len(values), parts)]
 
 
-def run(name: str, phase: str, strategy: Any, devices: int, parts: int) -> dict[str, list[float]]:
+def run(
+    name: str, phase: str, strategy: Any, devices: int, parts: int, accelerator: str = "cpu"
+) -> dict[str, list[float]]:
     """Train or validate; ``parts``: of a batch that the Trainer gets one after the other."""
     quiet()
     L.seed_everything(7, verbose=False)
@@ -86,7 +88,7 @@ def run(name: str, phase: str, strategy: Any, devices: int, parts: int) -> dict[
     settings = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": parts, "callbacks": [recorder]}
     if phase == "train":
         settings["limit_val_batches"] = 0
-    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **settings)
+    trainer = L.Trainer(accelerator=accelerator, devices=devices, strategy=strategy, **settings)
     data = module.data(BATCH // parts)
     if phase == "train":
         trainer.fit(module, data)
@@ -101,7 +103,9 @@ def run(name: str, phase: str, strategy: Any, devices: int, parts: int) -> dict[
     }
 
 
-def several(process: int, names: Sequence[str], phase: str, schedule: str, compared: bool) -> list[Left]:
+def several(
+    process: int, names: Sequence[str], phase: str, schedule: str, compared: bool, accelerator: str
+) -> list[Left]:
     """Programs in one world, until one ends with an error; ``compared``: whether stages compare words."""
     found = list[Left]()
     if not compared:
@@ -109,8 +113,9 @@ def several(process: int, names: Sequence[str], phase: str, schedule: str, compa
     for name in names:
         micro_batches = {"micro_batches": PARTS} if phase == "train" else {}
         try:
-            strategy = PipeStrategy(layers="layers", **micro_batches, **SCHEDULES[schedule])
-            found.append(Left(run(name, phase, strategy, 2, 1)))
+            backend = {"process_group_backend": "nccl"} if accelerator == "gpu" else {}
+            strategy = PipeStrategy(layers="layers", **backend, **micro_batches, **SCHEDULES[schedule])
+            found.append(Left(run(name, phase, strategy, 2, 1, accelerator)))
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             follows = isinstance(error, CommunicationError) or "by peer" in str(error)
@@ -122,12 +127,14 @@ def several(process: int, names: Sequence[str], phase: str, schedule: str, compa
     return found
 
 
-def ended(names: Sequence[str], phase: str, schedule: str, compared: bool = True) -> dict[str, list[Left]]:
+def ended(
+    names: Sequence[str], phase: str, schedule: str, compared: bool = True, accelerator: str = "cpu"
+) -> dict[str, list[Left]]:
     """What each program leaves on each process. A world ends with an error; the next one goes on behind it."""
     left, at_once, found = list(names), len(names), dict[str, list[Left]]()
     while left:
-        options = {"names": left[:at_once], "phase": phase, "schedule": schedule, "compared": compared}
-        outcomes = processes.outcomes(several, 2, timeout=150, group_timeout=None, **options)
+        options = {"phase": phase, "schedule": schedule, "compared": compared, "accelerator": accelerator}
+        outcomes = processes.outcomes(several, 2, timeout=150, group_timeout=None, names=left[:at_once], **options)
         if any(each.value is None for each in outcomes):  # a process was ended by force: which program was it?
             if at_once > 1:
                 at_once = 1

@@ -1,0 +1,48 @@
+"""What a step changes on devices, over NCCL: the verdicts of `test_state_contract`, though nobody reads a value there.
+
+On the fake device (rehearsed). A word of a tensor on a device is what it went through.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fake_cuda.call import rehearse
+from tests.support.state_programs import EQUAL, PROGRAMS
+from tests.trainer.test_state_contract import PHASES, Left, ended, is_told, verdict
+
+pytestmark = pytest.mark.rehearsed
+
+OTHER_DRAWS = frozenset(["NoiseBefore"])
+"""Programs that draw on the device, whose generator draws other numbers than that of the CPU."""
+FAST = ("BufferInPlaceBefore", "CentreBefore", "TableBefore")
+
+
+def on_devices(names: list[str], phase: str, schedule: str) -> dict[str, list[Left]]:
+    return ended(names, phase, schedule, accelerator="gpu")
+
+
+def wrong(names: list[str], phase: str, schedule: str) -> dict[str, str]:
+    """By program what is not as it is owed."""
+    left, found = rehearse(on_devices, names, phase, schedule, timeout=1500), dict[str, str]()
+    for name in names:
+        expected, seen = PROGRAMS[name].expected(phase, schedule), verdict(name, phase, left[name])
+        if not (is_told(expected, seen) if expected else seen == EQUAL):
+            found[name] = seen or "equal"
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", FAST)
+def test_equal_or_told_on_devices(name: str) -> None:
+    assert not wrong([name], "train", "1f1b")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3200)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_all_programs_are_equal_or_told_on_devices(phase: str, schedule: str) -> None:
+    names = [name for name in PROGRAMS if name not in OTHER_DRAWS]
+    equal = [name for name in names if not PROGRAMS[name].expected(phase, schedule)]
+    assert not wrong(equal, phase, schedule) | wrong([name for name in names if name not in equal], phase, schedule)
