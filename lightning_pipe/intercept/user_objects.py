@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -67,47 +67,31 @@ def _is_users(name: str) -> bool:
     return file is not None and not any(file.startswith(path) for path in libraries)
 
 
-class SlotItems(MutableMapping[str, Any]):
-    """The attributes of an object that has slots, as a mapping."""
+class SlotItems(UserDict[str, Any]):
+    """The attributes of an object that has slots: what is put in or taken out here reaches the object."""
 
     def __init__(self, owner: Any) -> None:
-        kind: Any = type(owner)
-        self._owner, self._slots = owner, _slots(kind)
-        self._others: dict[str, Any] = getattr(owner, "__dict__", {})
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._slots and hasattr(self._owner, name):
-            return getattr(self._owner, name)
-        return self._others[name]
+        self._owner = owner
+        state: Any = object.__getstate__(owner)  # a dictionary, or that and what is in slots (Python 3.11)
+        self.data = {}
+        for each in state if isinstance(state, tuple) else (state,):
+            self.data |= each or {}
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._slots:
-            object.__setattr__(self._owner, name, value)
-        else:
-            self._others[name] = value
+        object.__setattr__(self._owner, name, value)
+        self.data[name] = value
 
     def __delitem__(self, name: str) -> None:
-        if name in self._slots:
-            object.__delattr__(self._owner, name)
-        else:
-            del self._others[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._others
-        yield from (name for name in self._slots if hasattr(self._owner, name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        object.__delattr__(self._owner, name)
+        del self.data[name]
 
 
 def attributes_of(owner: Any) -> MutableMapping[str, Any]:
     """The attributes of an object."""
     kind: Any = type(owner)
-    return SlotItems(owner) if _slots(kind) or not hasattr(owner, "__dict__") else vars(owner)
+    return SlotItems(owner) if _has_slots(kind) or not hasattr(owner, "__dict__") else vars(owner)
 
 
 @cache
-def _slots(kind: Any) -> tuple[str, ...]:
-    found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    names = (name for each in found for name in ((each,) if isinstance(each, str) else each))
-    return tuple(dict.fromkeys(name for name in names if name[:2] != "__"))  # __weakref__ is one, too
+def _has_slots(kind: Any) -> bool:
+    return any(vars(base).get("__slots__") for base in kind.__mro__)
