@@ -29,7 +29,7 @@ from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
 
-_PATCHES = (ATTRIBUTES, CHECKPOINTS, FUNCTIONS, BACKWARD_HOOKS, INNER_BACKWARD)
+_PATCHES = (*ATTRIBUTES, *CHECKPOINTS, *FUNCTIONS, *BACKWARD_HOOKS, *INNER_BACKWARD)
 
 
 class Interceptor:

@@ -61,7 +61,7 @@ class Rank:
             setting=lambda run, *what: self.state.setting(run, *what) if self.state.counts(*what) else None,
         )
         self.state.runs(self.own, self.stage)
-        with installed([ATTRIBUTES], lambda: run), self.state.of_run(run, counts=True, alone=False):
+        with installed(ATTRIBUTES, lambda: run), self.state.of_run(run, counts=True, alone=False):
             yield
 
 

@@ -19,7 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.surroundings import Stream
 from lightning_pipe.intercept.torch_functions import draws, function_name
-from lightning_pipe.intercept.torch_patches.patch import Patch
+from lightning_pipe.intercept.torch_patches.patch import current_run
 
 # The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called, giving its function first: users
 # have imported it before. The second has a new name in torch 2.15, where the older one leads to it.
@@ -76,7 +76,7 @@ def run_again(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _passes_over() -> bool:
     """Whether the checkpoint that begins now surrounds a skipped layer; fills the placeholders if it does not."""
-    run = CHECKPOINTS.run
+    run = current_run()
     if run is None or not run.tracker.waiting:
         return False
     if run.tracker.complete:
@@ -88,7 +88,7 @@ def _passes_over() -> bool:
 class _Reentrant(_reentrant):
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        run = CHECKPOINTS.run
+        run = current_run()
         if run is not None and not (run.surroundings.inside or run.tracker.function):
             raise CutError(
                 "a checkpoint with use_reentrant=True stands outside layers: it computes without gradients at first, "
@@ -102,7 +102,7 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     if _passes_over():
         yield
         return
-    run = CHECKPOINTS.run
+    run = current_run()
     if run is None or run.surroundings.inside or run.tracker.function:
         yield from _other(function, *args, **kwargs)
         return
@@ -119,7 +119,7 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         run.surroundings.checkpoint = None
 
 
-CHECKPOINTS = Patch(
+CHECKPOINTS = (
     (torch_checkpoint, "CheckpointFunction", _Reentrant),
     (torch_checkpoint, _OTHER, _without_reentrant),
 )

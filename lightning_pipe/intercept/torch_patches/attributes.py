@@ -7,17 +7,17 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_compiling
 
-from lightning_pipe.intercept.torch_patches.patch import Patch
+from lightning_pipe.intercept.torch_patches.patch import current_run
 
 _set = nn.Module.__setattr__
 
 
 def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
     # a compiler that traces a layer is to see what it would see without us
-    run = None if is_compiling() else ATTRIBUTES.run
+    run = None if is_compiling() else current_run()
     if run is not None:
         run.layer_calls.setting(run, module, name, value)
     _set(module, name, value)
 
 
-ATTRIBUTES = Patch((nn.Module, "__setattr__", _set_attribute))
+ATTRIBUTES = ((nn.Module, "__setattr__", _set_attribute),)

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import run_again
-from lightning_pipe.intercept.torch_patches.patch import Patch
+from lightning_pipe.intercept.torch_patches.patch import current_run
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.tracker import Tracker
@@ -71,7 +71,7 @@ def _is_internal(cls: type[Function]) -> bool:
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    run, apply, name = FUNCTIONS.run, _original.__get__(None, cls), f"{cls.__name__}.apply"
+    run, apply, name = current_run(), _original.__get__(None, cls), f"{cls.__name__}.apply"
     if _is_internal(cls) or (run is not None and (run.surroundings.inside or run.tracker.function)):
         return apply(*args, **kwargs)
     if run is None:
@@ -86,5 +86,5 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
 
 
-FUNCTIONS = Patch((Function, "apply", classmethod(_apply)))
+FUNCTIONS = ((Function, "apply", classmethod(_apply)),)
 """While it is installed, Functions that are applied by the name of their class are calls."""

@@ -16,13 +16,13 @@ from torch.utils.hooks import BackwardHook
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.torch_patches.patch import Patch
+from lightning_pipe.intercept.torch_patches.patch import current_run
 
 _original = BackwardHook._apply_on_tensors
 
 
 def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    run = BACKWARD_HOOKS.run
+    run = current_run()
     refused = run is not None and run.tracker.partial and not run.surroundings.inside and torch.is_grad_enabled()
     if refused and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         raise CutError(
@@ -42,7 +42,7 @@ def _noticed(name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def register(self: Tensor, *args: Any) -> Any:
-        run = BACKWARD_HOOKS.run
+        run = current_run()
         if run is not None and isinstance(self, nn.Parameter) and args:
             raise CutError(
                 f"the step calls {name} of a parameter {tuple(self.shape)}: the hook would run for every micro-batch, "
@@ -56,7 +56,7 @@ def _noticed(name: str) -> Callable[..., Any]:
     return register
 
 
-BACKWARD_HOOKS = Patch(
+BACKWARD_HOOKS = (
     (BackwardHook, "_apply_on_tensors", _apply_on_tensors),
     *(
         (Tensor, name, _noticed(name))

@@ -16,12 +16,12 @@ from torch.autograd.graph import GradientEdge
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.autograd_graph import edge_of, nodes_behind
 from lightning_pipe.intercept.incoming import Entry
-from lightning_pipe.intercept.torch_patches.patch import Patch
+from lightning_pipe.intercept.torch_patches.patch import current_run
 from lightning_pipe.torch_internals import run_backward
 
 
 def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
-    run = INNER_BACKWARD.run
+    run = current_run()
     if run is not None and run.arrival is None and not run.surroundings.inside:
         raise CutError(
             "a backward pass runs in an evaluation step that calls the layers several times, on several ranks.",
@@ -46,5 +46,5 @@ def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs
     return run_backward(outputs, *args, **kwargs)
 
 
-INNER_BACKWARD = Patch((torch.autograd, "_engine_run_backward", _run_backward))
+INNER_BACKWARD = ((torch.autograd, "_engine_run_backward", _run_backward),)
 """While it is installed, backward passes of the user's code look whether a cut is in their way."""
