@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipe.intercept.tensor_state import same_content
+from lightning_pipe.intercept.kept_state import alike
 
 
 def join(
@@ -118,4 +118,4 @@ def _is_float(value: Any) -> bool:
 def _same(one: Any, other: Any) -> bool:
     # Lists and tuples that are equal may hold an entry for each sample, and other objects may compare as they like.
     single = isinstance(one, Tensor | np.ndarray | str | bytes | int | float | np.generic)
-    return one is other or (single and same_content(one, other))
+    return one is other or (single and alike(one, other))

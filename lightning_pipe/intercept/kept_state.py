@@ -99,7 +99,7 @@ def _equal(one: Any, other: Any, seen: set[int]) -> bool:
         return type(one) is type(other)
     if isinstance(one, (Tensor, np.ndarray)):
         with DisableTorchFunction(), torch.no_grad():
-            return one.shape == other.shape and same_values(one.cpu() if isinstance(one, Tensor) else one, other)
+            return same_values(*(each.cpu() if isinstance(each, Tensor) else each for each in (one, other)))
     held, others = inside(one), inside(other)
     if held is None or isinstance(held, set | frozenset):
         return bool(one == other or (one != one and other != other))

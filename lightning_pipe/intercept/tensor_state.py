@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -56,16 +55,6 @@ def same_values(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and torch.equal(one, other):
         return True
     return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def same_content(one: Any, other: Any) -> bool:
-    """Whether two values of any kind are equal; of tensors and arrays all elements count."""
-    if one is other:
-        return True
-    for kind in (Tensor, np.ndarray):
-        if isinstance(one, kind) or isinstance(other, kind):
-            return isinstance(one, kind) and isinstance(other, kind) and same_values(one, other)
-    return bool(one == other)
 
 
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:

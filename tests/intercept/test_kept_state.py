@@ -33,6 +33,10 @@ ALIKE: list[tuple[Any, Any, bool]] = [
     (torch.ones(2), torch.ones(2), True),
     (torch.ones(2), torch.ones(3), False),
     (np.ones(2), np.zeros(2), False),
+    (torch.ones(2), np.ones(2), False),
+    (torch.tensor(0.5), 0.5, False),
+    ((0.9, 0.999), (0.9, 0.999), True),
+    (None, 1, False),
     (Memory(of=[torch.ones(1)]), Memory(of=[torch.ones(1)]), True),
     (Memory(of=1), Memory(of=2), False),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipe.intercept.tensor_state import same_content
+from lightning_pipe.intercept.kept_state import alike
 
 Settings = list[dict[str, Any]]
 """For each parameter group everything but its parameters."""
@@ -48,7 +48,7 @@ class Hyperparameters:
         """The settings now; also notes which entries have been changed since the last step or look."""
         now = _settings(optimizer)
         for number, (group, before) in enumerate(zip(now, self._last or now, strict=False)):
-            self._changing |= {(number, key) for key in group if not same_content(group[key], before.get(key))}
+            self._changing |= {(number, key) for key in group if not alike(group[key], before.get(key))}
         self._last = now
         return now
 

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.intercept.tensor_state import same_content
+from lightning_pipe.intercept.kept_state import alike
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.torch_internals import tree_map
 from lightning_pipe.transport.base import Transport
@@ -109,7 +109,7 @@ class SharedDataLoader:
                 self.share(("error", text, None, None))
             raise
         before, vars(self)["_states"] = self._states, _random_states()
-        self.share((*message, {k: v for k, v in self._states.items() if not same_content(v, before.get(k))}))
+        self.share((*message, {k: v for k, v in self._states.items() if not alike(v, before.get(k))}))
         return result
 
     def _follow(self) -> Iterator[Any]:
