@@ -109,7 +109,7 @@ class TurnTracker(Tracker):
             if tensor is not None and not isinstance(tensor, Placeholder):
                 self.in_place.forget([tensor], f"rank {self.turn.holder}")
                 self.numbers.bind(tensor, number)
-            self.turn.changed(number)
+            self.turn.homes[number] = self.turn.holder
 
     def _ask(self) -> dict[int, Sent]:
         """Wait for what the rank with the turn tells, and answer what it asks."""
@@ -166,7 +166,7 @@ class TurnTracker(Tracker):
             spec = TensorSpec.of(tensor)
             # 2: the tensor, and the storage object that this line makes
             shared = spec.overlaps or bool(storage_uses(tensor.untyped_storage()._cdata) > 2)
-            self.turn.lent[number] = version_of(tensor)
+            self.turn.elsewhere[number] = version_of(tensor), self.turn.elsewhere.get(number, (None, False))[1]
             found[number] = Sent(spec, tensor.detach(), shared)
         return found
 
@@ -188,7 +188,7 @@ class TurnTracker(Tracker):
                 self.numbers.fill(number, spec.lay_out(value).detach())
                 filled = self.numbers.find(number)
                 if filled is not None:
-                    self.turn.copied[number] = version_of(filled), shared
+                    self.turn.elsewhere[number] = version_of(filled), shared
 
     # ------------------------------------------------------------------ the tracker's own questions
 
@@ -259,9 +259,8 @@ class _Turns:
         told: what the rank with the turn has told; ``None`` as long as it has not.
         homes: by number, the rank that has computed a tensor.
         known: by rank, the numbers of the values that it got with its turn.
-        lent: by number, the version of a tensor here when others got its value.
-        copied: by number, the version of a value as it came here, and whether another tensor has its memory where it
-            comes from.
+        elsewhere: by number, the version of a tensor here when other ranks had the same value, and whether another
+            tensor has its memory where it comes from.
     """
 
     def __init__(self, holder: int, rank: int) -> None:
@@ -270,8 +269,7 @@ class _Turns:
         self.told: Turn | None = None
         self.homes: dict[int, int] = {}
         self.known: dict[int, set[int]] = {}
-        self.lent: dict[int, int | None] = {}
-        self.copied: dict[int, tuple[int | None, bool]] = {}
+        self.elsewhere: dict[int, tuple[int | None, bool]] = {}
 
     @property
     def mine(self) -> bool:
@@ -287,20 +285,11 @@ class _Turns:
         Raises:
             CutError: a value that came from another rank has changed here, and there a tensor shares its memory.
         """
-        for number in _left_by(calls[self.begin :]):
-            self._forget(number)
-        found: list[int] = []
-        for number, version in list(self.lent.items()):
+        told, found = set(_left_by(calls[self.begin :])), list[int]()
+        for number, (version, shared) in [*self.elsewhere.items()]:
             tensor = numbers.find(number)
             if tensor is None or isinstance(tensor, Placeholder):
-                del self.lent[number]
-            elif version_of(tensor) != version:
-                self._forget(number)
-                found.append(number)
-        for number, (version, shared) in list(self.copied.items()):
-            tensor = numbers.find(number)
-            if tensor is None or isinstance(tensor, Placeholder):
-                del self.copied[number]
+                del self.elsewhere[number]
             elif version_of(tensor) != version:
                 if shared:
                     raise CutError(
@@ -308,31 +297,16 @@ class _Turns:
                         "memory, and they have been on different ranks.",
                         hint="Use the out-of-place form, or .clone() one of them.",
                     )
-                del self.copied[number]
-                found.append(number)
-        for number in found:
-            self.homes[number] = self.holder
+                del self.elsewhere[number]
+                for known in self.known.values():
+                    known.discard(number)
+                self.homes[number] = self.holder
+                found += [] if number in told else [number]
         return tuple(found)
-
-    def _forget(self, number: int) -> None:
-        """No other rank has the tensor's value any more."""
-        self.lent.pop(number, None)
-        for known in self.known.values():
-            known.discard(number)
-
-    def changed(self, number: int) -> None:
-        """The rank with the turn, another one, has made or changed a tensor."""
-        self.homes[number] = self.holder
-        self.copied.pop(number, None)
-        self.lent.pop(number, None)
 
     def end(self, rank: int, calls: Sequence[CallRecord]) -> None:
         """The turn is over and another rank has the next one."""
-        for number in _left_by(calls[self.begin :]):
-            if self.mine:
-                self.homes[number] = self.holder
-            else:
-                self.changed(number)
+        self.homes |= dict.fromkeys(_left_by(calls[self.begin :]), self.holder)
         self.holder, self.begin, self.told = rank, len(calls), None
 
 
