@@ -22,7 +22,7 @@ from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.layer_state import FirstRun
 from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.parameter_use import ParameterUse
-from lightning_pipe.intercept.recompute import BufferGuard, Buffers, nothing_saved, recomputing
+from lightning_pipe.intercept.recompute import BufferGuard, nothing_saved, recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
@@ -73,13 +73,12 @@ class Saved:
 class Kept:
     """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
-    ``buffers`` has the former statistics of norms, ``first`` the former attributes that the step and layers have set,
+    ``first`` has the former statistics of norms, and the former attributes that the step and layers have set,
     ``around`` those of the LightningModule. ``sums`` tells of thorough runs what they left.
     """
 
     inbound: Crossing | None
     calls: tuple[CallRecord, ...] | None
-    buffers: Buffers
     first: FirstRun
     around: Snapshot
     sums: Mapping[int, tuple[Tensor, float]] | None
@@ -125,11 +124,11 @@ class Stages:
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
         first, around = self.interceptor.state.begin_first(), self.interceptor.attributes_around()
-        with nothing_saved(), self.buffers.noted(thorough=batch.thorough) as former:
+        with nothing_saved(), self.buffers.noted(first[0], thorough=batch.thorough):
             saved, crossings = self.forward(stage, micro_batch, batch, copies)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         sums = _sums(saved, crossings) if batch.thorough else None
-        kept = Kept(inbound, calls, former, first, around, sums)
+        kept = Kept(inbound, calls, first, around, sums)
         return kept, {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
@@ -138,7 +137,7 @@ class Stages:
         # other micro-batches may have changed these since, and graphs may hold what they are now
         kept.around.undo(for_now=True)
         try:
-            with recomputing(), self.buffers.restored(kept.buffers), state.restored(kept.first):
+            with recomputing(), self.buffers.restored(), state.restored(kept.first):
                 saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         finally:
             around.undo()

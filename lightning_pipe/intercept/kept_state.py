@@ -40,6 +40,14 @@ def put(part: nn.Module, attribute: str, value: Any) -> None:
         _holder(part, attribute)[attribute] = value
 
 
+def put_all(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Let several attributes or buffers be these; returns what they were, to be put back."""
+    before = {key: now(*key) for key in values}
+    for key, value in values.items():
+        put(*key, value)
+    return before
+
+
 def _holder(part: nn.Module, attribute: str) -> dict[str, Any]:
     return part._buffers if attribute in part._buffers else vars(part)
 

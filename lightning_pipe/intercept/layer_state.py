@@ -38,6 +38,7 @@ from lightning_pipe.intercept.kept_state import (
     is_metric,
     now,
     put,
+    put_all,
     written,
 )
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
@@ -45,7 +46,7 @@ from lightning_pipe.intercept.numbers import next_token
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
-from lightning_pipe.intercept.snapshot import Snapshot, is_compared
+from lightning_pipe.intercept.snapshot import is_compared
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
@@ -170,10 +171,6 @@ class LayerState:
         """An attribute as code writes it."""
         return written(self._names.get(id(part), ""), attribute)
 
-    def everything(self, parts: Iterable[nn.Module]) -> Snapshot:
-        """The attributes of some parts as they are now, without buffers."""
-        return Snapshot({str(id(part)): part for part in parts}, buffers=False)
-
     # ------------------------------------------------------------------ second runs
 
     @property
@@ -205,14 +202,11 @@ class LayerState:
         for values, later in runs:
             formers = values | formers
             runs += later
-        before = {key: now(*key) for key in formers}
-        for key, value in formers.items():
-            put(*key, value)
+        before = put_all(formers)
         try:
             yield
         finally:
-            for key, value in before.items():
-                put(*key, value)
+            put_all(before)
 
     # ------------------------------------------------------------------ what the step sets
 
@@ -276,7 +270,7 @@ class LayerState:
         """
         thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
         held = held_by(self.around, self._modules, self._root_of) if thorough else None
-        hidden = [*self._hide_others(run)]
+        hidden = put_all({key: self._absent(*key, now(*key)) for key in self._of_others(run)})
         self.set_by_run = {}
         complete = False
         try:
@@ -287,8 +281,7 @@ class LayerState:
                 self._leave()
             else:
                 self._put_back(run)
-            for part, attribute, value in hidden:
-                put(part, attribute, value)
+            put_all(hidden)
         for key in () if self.one_pipe or alone or not (complete and counts) else self._changed(self.set_by_run):
             raise in_several_pipes(self.written(*key))
         if complete and held is not None:
@@ -306,15 +299,10 @@ class LayerState:
             if not (self.is_kept(part, attribute) and run.layer_calls.has_run(part)):
                 put(part, attribute, former)
 
-    def _hide_others(self, run: StageRun | TurnRun) -> Iterator[tuple[nn.Module, str, Any]]:
+    def _of_others(self, run: StageRun | TurnRun) -> list[Key]:
         """What the other stages of this rank keep: they may be ahead, or behind."""
         stage = run.stage_here
-        several = stage is not None and self._known and any(other != stage for other in self._run_here.values())
-        for part, attribute in [*self._known] if several else ():
-            if self._run_here.get(part, stage) != stage:
-                value = now(part, attribute)
-                yield part, attribute, value
-                put(part, attribute, self._absent(part, attribute, value))
+        return [] if stage is None else [key for key in self._known if self._run_here.get(key[0], stage) != stage]
 
     # ------------------------------------------------------------------ batches
 

@@ -10,15 +10,16 @@ Source: GPipe, arXiv:1811.06965v5, section 2.3.
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.intercept.kept_state import Key, now, put_all
 from lightning_pipe.intercept.tensor_state import same_values, version_of
 from lightning_pipe.torch_internals import NormBase
 
@@ -31,8 +32,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-Buffers = Mapping[int, Tensor]
-"""Values of some buffers, by their number in a `BufferGuard`."""
 
 
 def is_recomputing() -> bool:
@@ -115,71 +114,46 @@ class BufferGuard:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         parts = {id(part): part for module in modules for part in module.modules()}
-        self._places = [(part, name) for part in parts.values() for name in part._buffers]
-        self._statistics = {i for i, (part, _) in enumerate(self._places) if isinstance(part, NormBase)}
+        self._keys = [(part, name) for part in parts.values() for name in part._buffers]
 
     @contextmanager
-    def noted(self, *, thorough: bool) -> Iterator[Buffers]:
-        """Around the first run. What it yields has the former values of statistics.
+    def noted(self, formers: dict[Key, Any], *, thorough: bool) -> Iterator[None]:
+        """Around the first run.
 
         Args:
+            formers: get the former values of statistics; the second run is to find them.
             thorough: whether the values of all other buffers are compared.
 
         Raises:
             CutError: another buffer has changed in place.
         """
-        former = self._copies(self._statistics)
-        # Versions do not tell what changes behind autograd's back, as in `torch.nn.functional.batch_norm` (torch 2.13).
-        compared = self._copies(range(len(self._places))) if thorough else {}
-        with self._unchanged(self._statistics, compared):
-            yield former
-
-    @contextmanager
-    def restored(self, former: Buffers | None = None) -> Iterator[None]:
-        """Around the second run.
-
-        Args:
-            former: the values of statistics before the first run; ``None``: all buffers have those of now.
-        """
         before = self._now()
-        with self._unchanged():
-            # Others in their place, not other values in them: graphs of other micro-batches may refer to the buffers.
-            for index, value in (self._copies(range(len(before))) if former is None else former).items():
-                module, name = self._places[index]
-                module._buffers[name] = value
-            try:
-                yield
-            finally:
-                for (module, name), buffer in zip(self._places, before, strict=True):
-                    module._buffers[name] = buffer
-
-    @contextmanager
-    def _unchanged(self, free: Container[int] = (), values: Buffers = MappingProxyType({})) -> Iterator[None]:
-        """Around a run: the tensors that are buffers stay as they are, whatever stands in their place.
-
-        Args:
-            free: those that may change.
-            values: copies of some of them, to be compared.
-
-        Raises:
-            CutError: one of the others has changed.
-        """
-        before = [
-            (index, buffer, version_of(buffer))
-            for index, buffer in enumerate(self._now())
-            if not (buffer is None or index in free or isinstance(buffer, AbsentTensor))
+        formers |= {key: buffer.clone() for key, buffer in before.items() if isinstance(key[0], NormBase)}
+        # Versions do not tell what changes behind autograd's back, as in `torch.nn.functional.batch_norm` (torch 2.13).
+        others = [
+            (key, buffer, version_of(buffer), buffer.clone() if thorough else None)
+            for key, buffer in before.items()
+            if not (key in formers or isinstance(buffer, AbsentTensor))
         ]
         yield
-        for index, buffer, version in before:
-            if version_of(buffer) != version or (index in values and not same_values(buffer, values[index])):
-                module, name = self._places[index]
+        for (module, name), buffer, version, value in others:
+            if version_of(buffer) != version or not (value is None or same_values(buffer, value)):
                 raise found_changed(f"buffer '{name}' of a {type(module).__name__}")
 
-    def _now(self) -> list[Tensor | None]:
-        return [module._buffers[name] for module, name in self._places]
+    @contextmanager
+    def restored(self, *, copies: bool = False) -> Iterator[None]:
+        """Around a second run: the tensors that are buffers stay where they are, and as they are.
 
-    def _copies(self, indices: Iterable[int]) -> dict[int, Tensor]:
-        found = {index: self._places[index] for index in indices}
-        return {
-            i: buffer.clone() for i, (module, name) in found.items() if (buffer := module._buffers[name]) is not None
-        }
+        Args:
+            copies: whether copies stand in their place meanwhile, which it may change.
+        """
+        before = self._now()
+        # Others in their place, not other values in them: graphs of other micro-batches may refer to the buffers.
+        put_all({key: buffer.clone() for key, buffer in before.items()} if copies else {})
+        try:
+            yield
+        finally:
+            put_all(before)
+
+    def _now(self) -> dict[Key, Tensor]:
+        return {key: buffer for key in self._keys if isinstance(buffer := now(*key), Tensor)}

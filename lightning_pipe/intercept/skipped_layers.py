@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
 from lightning_pipe.intercept.effects import containers_in, replace_contents
 from lightning_pipe.intercept.inner_hooks import act
-from lightning_pipe.intercept.kept_state import Key, now, put
+from lightning_pipe.intercept.kept_state import Key, now, put, put_all
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
@@ -57,8 +57,7 @@ class SkippedLayers:
 
     def restore(self) -> None:
         """Put back what was there before attributes were set: this rank may run the layer too, for others."""
-        for key, value in self._former.items():
-            put(*key, value)
+        put_all(self._former)
         self._former.clear()
 
     def _answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:

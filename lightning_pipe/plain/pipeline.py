@@ -46,6 +46,7 @@ from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.intercept.random_streams import mix
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.parameters.deferred_batchnorm import check_norms
 from lightning_pipe.parameters.loading import load_held
 from lightning_pipe.partition import Balance, divide, find_layers
@@ -246,8 +247,8 @@ class Pipeline:
         """What the step returned for each of some batches."""
         engine = self._engine
         if not self._in_turns:
-            interceptor = engine.executor.stages.interceptor
-            layers = interceptor.state.everything(interceptor.computing())
+            computing = engine.executor.stages.interceptor.computing()
+            layers = Snapshot({str(id(part)): part for part in computing}, buffers=False)
             outputs = self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed))
             self._in_turns = len(outputs) < len(group)
             if not self._in_turns:

@@ -44,15 +44,13 @@ def leaving_no_trace() -> Iterator[None]:
 @contextmanager
 def put_back(stages: Stages) -> Iterator[None]:
     """All parts of the module are afterwards as they were before. Its own attributes every run puts back anyway."""
-    computing, module = {*stages.interceptor.computing()}, stages.interceptor.module
-    around = {name: part for name, part in module.named_modules() if part not in computing and part is not module}
-    kept = stages.interceptor.state.everything(computing), Snapshot(around, buffers=False)
+    module = stages.interceptor.module
+    kept = Snapshot({name: part for name, part in module.named_modules() if part is not module}, buffers=False)
     try:
-        with BufferGuard([module]).restored(), parameters_kept(module.modules(), trained=False):
+        with BufferGuard([module]).restored(copies=True), parameters_kept(module.modules(), trained=False):
             yield
     finally:
-        for each in kept:
-            each.undo()
+        kept.undo()
         stages.interceptor.state.set_by_run = {}  # a graph in it would refer to parameters, which may be freed next
 
 
