@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pipe.construction import attributes_of
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.placeholder import Placeholder, shape_only
-from lightning_pipe.intercept.torch_functions import AUTOGRAD, METADATA, RANDOM, changed_in_place, function_name
+from lightning_pipe.intercept.torch_functions import AUTOGRAD, METADATA, changed_in_place, function_name, is_random
 from lightning_pipe.local_parts import is_divided
 from lightning_pipe.torch_internals import (
     DisableTorchFunction,
@@ -152,7 +152,7 @@ class AbsentTensor(Tensor):
         with DisableTorchFunctionSubclass():
             if name in _NEEDS_NONE or (name.rpartition(".")[2] in _ACCESS and name != "data.__get__"):
                 return func(*args, **kwargs)
-            if name in RANDOM or getattr(func, "__module__", None) == nn.init.__name__:
+            if is_random(name) or getattr(func, "__module__", None) == nn.init.__name__:
                 _draw(func, args, kwargs)
             origin = _origin((args, kwargs))
             if "_foreach_" in name:

@@ -18,48 +18,43 @@ from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_flatten
 
 
-class RecordCache:
-    """Records calls: one that leaves the same behind as the last call of its layer gets the same record."""
+def recorded(
+    last_calls: dict[str, CallRecord],
+    tracker: Tracker,
+    name: str,
+    result: Any,
+    arguments: Sequence[Any],
+    changed: Sequence[Noted],
+    stashed: Mapping[SkipKey, Tensor | None],
+    popped: tuple[SkipKey, ...],
+    watch: Watch | None,
+) -> CallRecord:
+    """Number what a call leaves behind, and describe it.
 
-    def __init__(self) -> None:
-        self._last: dict[str, CallRecord] = {}
+    Args:
+        last_calls: by name the last record of a layer. A call that leaves the same behind gets the same record.
+        tracker: numbers and checks the tensors.
+        name: the layer or module.
+        result: what it returned.
+        arguments: the leaves of what it was given.
+        changed: those that it has changed in place.
+        stashed: the skip connections that begin in the call.
+        popped: those that end in it.
+        watch: knows what it leaves behind besides; ``None``: nothing.
 
-    def record(
-        self,
-        tracker: Tracker,
-        name: str,
-        result: Any,
-        arguments: Sequence[Any],
-        changed: Sequence[Noted],
-        stashed: Mapping[SkipKey, Tensor | None],
-        popped: tuple[SkipKey, ...],
-        watch: Watch | None,
-    ) -> CallRecord:
-        """Number what a call leaves behind, and describe it.
-
-        Args:
-            tracker: numbers and checks the tensors.
-            name: the layer or module.
-            result: what it returned.
-            arguments: the leaves of what it was given.
-            changed: those that it has changed in place.
-            stashed: the skip connections that begin in the call.
-            popped: those that end in it.
-            watch: knows what it leaves behind besides; ``None``: nothing.
-
-        Raises:
-            CutError: it returned something that is no tensor and no plain value.
-        """
-        # A full description costs more than a small layer computes, and most layers leave one new tensor behind.
-        usual = type(result) is Tensor and not (changed or stashed or popped) and watch is None
-        last = self._last.get(name) if usual else None
-        if last is not None and _again(last, tracker, result, arguments):
-            tracker.numbers.bind(result, last.numbers[0])
-            return last
-        call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch)
-        if usual and not call.lent and isinstance(call.leaves[0], TensorSpec):
-            self._last[name] = call
-        return call
+    Raises:
+        CutError: it returned something that is no tensor and no plain value.
+    """
+    # A full description costs more than a small layer computes, and most layers leave one new tensor behind.
+    usual = type(result) is Tensor and not (changed or stashed or popped) and watch is None
+    last = last_calls.get(name) if usual else None
+    if last is not None and _again(last, tracker, result, arguments):
+        tracker.numbers.bind(result, last.numbers[0])
+        return last
+    call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch)
+    if usual and not call.lent and isinstance(call.leaves[0], TensorSpec):
+        last_calls[name] = call
+    return call
 
 
 def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:

@@ -26,6 +26,10 @@ _CONTAINERS = (list, dict, OrderedDict, defaultdict)
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward"}
 
 
+_Attributes = dict[Place, tuple[Any, list[tuple[Any, int | None]]]]
+"""Attributes that hold tensors, with the leaves before a call and their versions."""
+
+
 class Effect(NamedTuple):
     """One thing left behind, and how many leaves of the call it takes.
 
@@ -78,7 +82,7 @@ class Watch:
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
         self._objects, self._shown = ObjectStates(leaves), objects
-        self._attributes: dict[Place, _State] | None = None
+        self._attributes: _Attributes | None = None
         self._kept: Snapshot | None = None
         self.foreign: Mapping[str, nn.Module] = {}
         self._foreign: Snapshot | None = None
@@ -94,14 +98,17 @@ class Watch:
         Args:
             foreign: modules that this one reaches and that are no parts of it, by their names.
         """
-        self._attributes = {key: _State(value) for key, value in _attributes(self.module)}
+        self._attributes = {
+            place: (value, [(leaf, version_of(leaf)) for leaf in tree_leaves(value)])
+            for place, value in _attributes(self.module)
+        }
         self._kept = Snapshot({path: part for path, part in self.module.named_modules() if is_own(part)})
         self.foreign, self._foreign = foreign, Snapshot(foreign)
 
     def attributes(self) -> Iterator[tuple[Place, Tensor]]:
         """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""
-        for place, state in (self._attributes or {}).items():
-            yield from ((place, leaf) for leaf in state.leaves if isinstance(leaf, Tensor))
+        for place, (_, leaves) in (self._attributes or {}).items():
+            yield from ((place, leaf) for leaf, _ in leaves if isinstance(leaf, Tensor))
 
     def effects(self, derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, list[Any]]]:
         """What has changed since, with its leaves.
@@ -155,33 +162,23 @@ class Watch:
         return {id(each): each for each in (*changed, *(new for new in objects_of(leaves) if id(new) not in before))}
 
     def _attribute_effects(
-        self, attributes: dict[Place, _State], derived: Callable[[Tensor], bool]
+        self, attributes: _Attributes, derived: Callable[[Tensor], bool]
     ) -> Iterator[tuple[Effect, list[Any]]]:
         for (path, attribute), value in _attributes(self.module):
             leaves, structure = tree_flatten(value)
-            known = attributes.get((path, attribute))
-            if known is not None and known.value is value and not isinstance(value, Tensor):
+            former, before = attributes.get((path, attribute), (None, []))
+            if former is value and not isinstance(value, Tensor):
                 continue  # what grows from call to call stays with its stage
-            if known is None or not same_objects(leaves, known.leaves):
+            if not same_objects(leaves, [leaf for leaf, _ in before]):
                 yield Effect(len(leaves), structure, path=path, attribute=attribute), leaves
-            elif known.changed() and not any(isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves):
+            elif any(version_of(leaf) != version for leaf, version in before) and not any(
+                isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves
+            ):
                 raise CutError(
                     f"'{self.name}' changes `{written(self.name, path, attribute)}` in place, a tensor that is no "
                     "buffer: other stages would not see it.",
                     hint="Register it as a buffer, or set another tensor in its place: `self.x = self.x * 0.9`.",
                 )
-
-
-class _State:
-    """An attribute and its leaves, and what tells whether they change in place."""
-
-    def __init__(self, value: Any) -> None:
-        self.value, self.leaves = value, tree_leaves(value)
-        self._states = [(leaf, version_of(leaf)) for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    def changed(self) -> bool:
-        """Whether they have changed in place."""
-        return any(version_of(leaf) != version for leaf, version in self._states)
 
 
 def containers_in(values: Iterable[Any]) -> Iterator[Any]:

@@ -130,18 +130,15 @@ class Interceptor:
     def _places(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """What stands in modules while steps run, each in place before the next is asked for."""
         self._hides_compiled = False
-        for number, layer in enumerate(self.layers):
-            yield layer, "forward", self._wrapper(number, layer)
-            if is_compiled(layer):
-                yield self._hidden(layer)
-        for position, (name, outside) in enumerate(self._outside):
-            yield outside, "forward", self._wrapper(-2 - position, outside, name)
-            if is_compiled(outside):
-                yield self._hidden(outside)
-        for encoder in self._encoders:
-            yield encoder, "forward", interrupting(padding_alike(encoder, encoder.forward))
-            if is_compiled(encoder):
-                yield self._hidden(encoder)
+        for module, forward in chain(
+            ((layer, self._wrapper(number, layer)) for number, layer in enumerate(self.layers)),
+            ((each, self._wrapper(-2 - position, each, name)) for position, (name, each) in enumerate(self._outside)),
+            ((each, interrupting(padding_alike(each, each.forward))) for each in self._encoders),
+        ):
+            yield module, "forward", forward
+            if is_compiled(module):
+                self._hides_compiled = True
+                yield module, "_compiled_call_impl", None  # the wrapper calls what is compiled
 
     def _wrapper(self, key: int, module: nn.Module, outside: str | None = None) -> Callable[..., Any]:
         """What stands in the place of a module's forward; ``outside`` is the name of one that is no layer."""
@@ -164,11 +161,6 @@ class Interceptor:
         # with its names and signature: Hugging Face's generate() asks what a model's forward takes (5.23)
         made = self._wrappers[key] = interrupting(update_wrapper(wrapper, module.forward, updated=()))
         return made
-
-    def _hidden(self, module: nn.Module) -> tuple[nn.Module, str, None]:
-        """What hides that a module is compiled: the wrapper calls what is."""
-        self._hides_compiled = True
-        return module, "_compiled_call_impl", None
 
     def returning(self, result: Any) -> None:
         """The step is about to return, if it is under way; see `StageRun.returning`."""

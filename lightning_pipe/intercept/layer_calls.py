@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.call_record import CallRecord
-from lightning_pipe.intercept.describe import RecordCache
+from lightning_pipe.intercept.describe import recorded
 from lightning_pipe.intercept.effects import Watch
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.kept_state import Place, in_several_pipes, written
@@ -53,7 +53,7 @@ class RunCache:
 
     def __init__(self, module: nn.Module, state: LayerState) -> None:
         self.module, self.state = module, state
-        self.keeping, self.records, self.hooked = set[str](), RecordCache(), HookedParts()
+        self.keeping, self.records, self.hooked = set[str](), dict[str, CallRecord](), HookedParts()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
 
     def referred(self, name: str, module: nn.Module) -> Iterable[tuple[Label, Any]]:
@@ -147,7 +147,7 @@ class LayerCalls:
                 changed = tracker.in_place.changed(before, name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
-                call = cache.records.record(tracker, name, result, arguments, changed, stashed, popped, watch)
+                call = recorded(cache.records, tracker, name, result, arguments, changed, stashed, popped, watch)
                 tracker.calls.append(self._noted(name, module, watch, call, referred) if self._others else call)
                 if watch is not None and any(each.object is not None for each in call.effects):
                     objects = self._kept.setdefault(name, WeakValueDictionary())

@@ -62,10 +62,8 @@ class _Isolated:
 
     def __enter__(self) -> None:
         streams, seed = self._streams, self._seed
-        with _ONE_AT_A_TIME:
-            self._states = list(map(torch.Generator.get_state, streams.generators))
-            for generator in streams.generators:
-                generator.manual_seed(seed)
+        self._states = _states(streams.generators)
+        _seed(streams.generators, seed)
         if self._call in streams.quiet:
             streams.left_alone.add(self._call)
             self._libraries = None
@@ -77,9 +75,7 @@ class _Isolated:
         streams = self._streams
         if streams.asked:
             streams.note_draws(self._seed)
-        with _ONE_AT_A_TIME:
-            for generator, state in zip(streams.generators, self._states, strict=True):
-                generator.set_state(state)
+        _restore(streams.generators, self._states)
         if self._libraries is not None:
             streams.watch(self._call, self._seed)
             library_draws.restore(self._libraries)

@@ -10,7 +10,7 @@ stages behind layer 1::
         h = h + x                               runs: tensor 2              placeholder: tensor 2       (3)
         h = self.layers[1](h)                   runs: tensor 3              placeholder: tensor 3
                                                                             placeholders are filled     (4)
-        h = self.layers[2](h)                   _EndOfStage                 runs: tensor 4              (5)
+        h = self.layers[2](h)                   EndOfStage                 runs: tensor 4              (5)
         h = self.layers[3](h)                                               runs: tensor 5
         return loss(self.head(h))                                           returns                     (6)
 
@@ -60,8 +60,8 @@ NO_SKIPPING = (
 )
 
 
-class _EndOfStage(BaseException):
-    """Ends the user's step at a cut. Not an ``Exception``: the step's own handlers must not catch it."""
+class EndOfStage(BaseException):
+    """Ends the user's step where others go on. Not an ``Exception``: the step's own handlers must not catch it."""
 
 
 class StageRun:
@@ -140,7 +140,7 @@ class StageRun:
             with self.tracker, stored_in(self.skips):
                 result = step()
                 self.returning(result)
-        except _EndOfStage:
+        except EndOfStage:
             pass
         except CutError:
             if not self._ahead:
@@ -169,7 +169,7 @@ class StageRun:
                 hint="Catch Exception around the layers, or the errors that are expected there.",
             )
         if not self.stage.heard:
-            raise _EndOfStage
+            raise EndOfStage
         waiting, last = self.arrival.pending is not None, self.stage.last
         if self.training or (last and not waiting) or (waiting and not self.tracker.expects(_END)):
             return
@@ -277,7 +277,7 @@ class StageRun:
                 "layers=... .",
             )
         self._end_again()
-        raise _EndOfStage
+        raise EndOfStage
 
     def _end_again(self) -> None:
         """This run is of no use. Those of later stages end where they come to their first call."""
@@ -290,4 +290,4 @@ class StageRun:
         check_surroundings(self, self.stage.next_name)
         with self.tracker.paused():
             self.crossings = crossings_of(self.stage, self.tracker, self.arrival, self.layer_calls.routed)
-        raise _EndOfStage
+        raise EndOfStage

@@ -6,7 +6,7 @@ Tags and schemas of torch's own operations say what they do. Functions that are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
@@ -44,59 +44,39 @@ AUTOGRAD = frozenset("requires_grad_ retain_grad register_hook record_stream".sp
 _Packet, _Overload = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 
 
-class Names:
-    """Names of functions: those that are listed, and those of which torch says so.
-
-    Args:
-        listed: names of functions in Python, which torch says nothing of.
-        asks: what to ask torch about another name; its answers are kept.
-
-    Example:
-        >>> "native_dropout" in RANDOM, "relu" in RANDOM
-        (True, False)
-    """
-
-    def __init__(self, listed: str, asks: Callable[[str], bool]) -> None:
-        self._known = dict.fromkeys(listed.split(), True)
-        self._asks = asks
-
-    def __contains__(self, name: str) -> bool:
-        known = self._known.get(name)
-        if known is None:
-            known = self._known[name] = self._asks(name)
-        return known
-
-
-def _operations(name: str) -> Iterator[Any]:
-    """The operations of torch that have this name."""
-    packet = getattr(torch.ops.aten, name, None)
-    for overload in packet.overloads() if isinstance(packet, _Packet) else ():  # type: ignore[no-untyped-call]
-        yield getattr(packet, overload)
-
-
-def _tagged(tag: torch.Tag) -> Callable[[str], bool]:
-    return lambda name: any(tag in operation.tags for operation in _operations(name))
-
-
-def _is_augmented(name: str) -> bool:
-    """Whether a method belongs to an augmented assignment, such as ``+=``: it has a twin without the ``i``."""
-    return name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}")
-
-
-RANDOM = Names(
+_DRAWING = frozenset(
     """
     dropout1d dropout2d dropout3d gumbel_softmax multi_head_attention_forward fractional_max_pool2d
     fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices lobpcg pca_lowrank
     svd_lowrank kaiming_normal_ kaiming_uniform_ orthogonal_ sparse_ trunc_normal_ xavier_normal_ xavier_uniform_
-    """,
-    _tagged(torch.Tag.nondeterministic_seeded),
+    """.split()
 )
-"""Functions of torch that draw random numbers, or may."""
+"""Functions in Python that draw random numbers, of which torch says nothing."""
 
-UNFILLED = Names("", lambda name: name.startswith(("empty", "new_empty")))
-"""Functions whose results have values of chance, since nobody fills their memory."""
 
-_IN_PLACE = Names("__setitem__", _is_augmented)
+@cache
+def is_random(name: str) -> bool:
+    """Whether functions of torch with this name draw random numbers, or may.
+
+    Example:
+        >>> is_random("native_dropout"), is_random("relu")
+        (True, False)
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, _Packet) else ()  # type: ignore[no-untyped-call]
+    seeded = torch.Tag.nondeterministic_seeded
+    return name in _DRAWING or any(seeded in getattr(packet, overload).tags for overload in overloads)
+
+
+def is_unfilled(name: str) -> bool:
+    """Whether the results of functions of this name have values of chance, since nobody fills their memory."""
+    return name.startswith(("empty", "new_empty"))
+
+
+def _is_assignment(name: str) -> bool:
+    """Whether a method belongs to an assignment such as ``+=``, which has a twin without the ``i``, or ``x[0] =``."""
+    twin = name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}")
+    return twin or name == "__setitem__"
 
 
 _NORMS = frozenset("batch_norm instance_norm".split())
@@ -110,8 +90,8 @@ def draws(func: Any, name: str) -> bool:
     call drew, but only after it, and threads share them.
     """
     if isinstance(func, (FunctionType, MethodType)) and str(func.__module__).startswith("torch."):
-        return name in RANDOM
-    return name in RANDOM or isinstance(func, (FunctionType, MethodType, _Packet, _Overload))
+        return is_random(name)
+    return is_random(name) or isinstance(func, (FunctionType, MethodType, _Packet, _Overload))
 
 
 @cache
@@ -144,7 +124,7 @@ MIRRORED: dict[str, Callable[..., Any]] = {"gt": torch.lt, "ge": torch.le}
 def _may_change(name: str) -> bool:
     """Whether functions of this name change tensors in place, at least on demand, other than by ``out``."""
     named = name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__"))
-    return named or name in _NORMS | _EMBEDDINGS or name in _IN_PLACE or _inplace_position(name) is not None
+    return named or name in _NORMS | _EMBEDDINGS or _is_assignment(name) or _inplace_position(name) is not None
 
 
 def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -158,7 +138,7 @@ def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         found = [given.get("running_mean"), given.get("running_var")] if changes else []
     elif name in _EMBEDDINGS:
         found = [] if kwargs.get("max_norm") is None else [kwargs.get("weight", args[1] if len(args) > 1 else None)]
-    elif name in _IN_PLACE or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
+    elif _is_assignment(name) or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
         found = args[0] if name.startswith("_foreach") else args[:1]
     elif _asked_inplace(name, args, kwargs):
         found = args[:1]

@@ -23,11 +23,11 @@ from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,
     METADATA,
     MIRRORED,
-    RANDOM,
-    UNFILLED,
     changed_in_place,
     draws,
     function_name,
+    is_random,
+    is_unfilled,
     leaves_of,
     results_of,
     results_told,
@@ -243,11 +243,11 @@ class Tracker(TorchFunctionMode):
         if drawn := draws(func, name):
             with self._stream():
                 result = func(*args, **kwargs)
-            if name in RANDOM:
+            if is_random(name):
                 self.digest.draw(name, kwargs.get("generator"))
         else:
             result = func(*args, **kwargs)
-        if name in UNFILLED:
+        if is_unfilled(name):
             with torch.no_grad():  # the result may be a leaf
                 result.zero_()  # what is in new memory differs between stages, and says nothing
         if name in UNCOUNTED:

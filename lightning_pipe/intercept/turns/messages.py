@@ -43,9 +43,3 @@ class Turn(NamedTuple):
     calls: tuple[CallRecord, ...]
     values: dict[int, Sent]
     outdated: tuple[int, ...]
-
-
-class Wanted(NamedTuple):
-    """The numbers of tensors whose values the rank with the turn needs."""
-
-    numbers: tuple[int, ...]

@@ -34,6 +34,7 @@ from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.stage_run import EndOfStage
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_within
@@ -44,10 +45,6 @@ from lightning_pipe.torch_internals import tree_leaves
 
 Place = Callable[[str, Iterable[Tensor], int], int]
 """The rank that runs code with some parameters and buffers: of a name, with them, if the turn is with that rank."""
-
-
-class _EndOfRun(BaseException):
-    """Ends the user's step on the ranks that do not return its result."""
 
 
 class TurnRun:
@@ -109,7 +106,7 @@ class TurnRun:
             with self.tracker, stored_in(self.skips):
                 result = step()
                 self.returning(result)
-        except _EndOfRun:
+        except EndOfStage:
             return None
         finally:
             self.skipped_layers.restore()
@@ -123,7 +120,7 @@ class TurnRun:
             return
         self._ended = True
         if not self.tracker.finish(self._last, tree_leaves(result)):
-            raise _EndOfRun
+            raise EndOfStage
 
     def arrive(self) -> None:
         """Nothing is filled before it is needed."""

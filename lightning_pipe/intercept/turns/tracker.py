@@ -17,7 +17,7 @@ from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.torch_functions import METADATA, draws, function_name, leaves_of
 from lightning_pipe.intercept.tracker import Tracker
-from lightning_pipe.intercept.turns.messages import Mail, Sent, Turn, Wanted
+from lightning_pipe.intercept.turns.messages import Mail, Sent, Turn
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import storage_uses
 
@@ -117,11 +117,11 @@ class TurnTracker(Tracker):
         while turn.told is None:
             with self.paused():
                 message = self._mail.receive(turn.holder)
-                if isinstance(message, Wanted):
-                    self._mail.send(self._values(message.numbers), turn.holder)
-                else:
+                if isinstance(message, Turn):
                     turn.told = message
                     self._expected = (*self.calls, *message.calls)
+                else:
+                    self._mail.send(self._values(message), turn.holder)
         return turn.told.values
 
     def finish(self, rank: int, result: Iterable[Any]) -> bool:
@@ -179,7 +179,7 @@ class TurnTracker(Tracker):
             if number is not None and home is not None and number not in wanted.setdefault(home, []):
                 wanted[home].append(number)
         for home, numbers in wanted.items():
-            self._mail.send(Wanted(tuple(numbers)), home)
+            self._mail.send(numbers, home)
             self._fill(self._mail.receive(home))
 
     def _fill(self, values: dict[int, Sent]) -> None:
