@@ -37,9 +37,7 @@ class Turn(NamedTuple):
     Args:
         calls: those outside layers, and of layers.
         values: those that the next rank needs, by number.
-        outdated: the numbers of tensors of which other ranks may have an old value, though no call says so.
     """
 
     calls: tuple[CallRecord, ...]
     values: dict[int, Sent]
-    outdated: tuple[int, ...]

@@ -70,7 +70,8 @@ class TurnTracker(Tracker):
         with self.paused():
             values: dict[int, Sent] = {}
             if turn.mine:
-                self._tell(rank, given, turn.outdated(self.calls, self.numbers))
+                turn.check_changes(self.calls, self.numbers)
+                self._tell(rank, given)
             else:
                 values = self.learn()
             turn.end(rank, self.calls)
@@ -78,7 +79,7 @@ class TurnTracker(Tracker):
             if turn.mine:
                 self._fill(values)
 
-    def _tell(self, rank: int, given: Iterable[Any], outdated: tuple[int, ...]) -> None:
+    def _tell(self, rank: int, given: Iterable[Any]) -> None:
         """Tell all others what this rank has done in its turn."""
         numbers = {number for each in given if isinstance(each, Tensor) and (number := self._real(each)) is not None}
         known = self.turn.known.setdefault(rank, set())
@@ -86,7 +87,7 @@ class TurnTracker(Tracker):
         for peer in self._others():
             # All must know what was called; values are for the rank that goes on, and it keeps them.
             values = self._values(sorted(numbers - known)) if peer == rank else {}
-            self._mail.send(Turn(calls, values, outdated), peer)
+            self._mail.send(Turn(calls, values), peer)
         known |= numbers
 
     def learn(self) -> dict[int, Sent]:
@@ -98,18 +99,7 @@ class TurnTracker(Tracker):
                 f"{len(self._expected)}.",
                 hint=SAME_PATH,
             )
-        if (told := self.turn.told) is not None:
-            self._forget(told.outdated)
         return values
-
-    def _forget(self, outdated: Iterable[int]) -> None:
-        """Drop the values here of tensors that the rank with the turn has changed where no call says so."""
-        for number in outdated:
-            tensor = self.numbers.find(number)
-            if tensor is not None and not isinstance(tensor, Placeholder):
-                self.in_place.forget([tensor], f"rank {self.turn.holder}")
-                self.numbers.bind(tensor, number)
-            self.turn.homes[number] = self.turn.holder
 
     def _ask(self) -> dict[int, Sent]:
         """Wait for what the rank with the turn tells, and answer what it asks."""
@@ -132,10 +122,10 @@ class TurnTracker(Tracker):
                 self.learn()
                 return False
             self._fetch([tensor for _, tensor in self.numbers.alive() if isinstance(tensor, Placeholder)])
-            self.turn.outdated(self.calls, self.numbers)  # for its errors: no rank computes any more
+            self.turn.check_changes(self.calls, self.numbers)
             calls = tuple(self.calls[self.turn.begin :])
             for peer in self._others():
-                self._mail.send(Turn(calls, {}, ()), peer)
+                self._mail.send(Turn(calls, {}), peer)
         return True
 
     def _others(self) -> list[int]:
@@ -276,22 +266,19 @@ class _Turns:
         """Whether this rank has the turn."""
         return self.holder == self._rank
 
-    def outdated(self, calls: Sequence[CallRecord], numbers: Numbers) -> tuple[int, ...]:
-        """At the end of this rank's turn: the tensors of which others have an old value and do not know that.
-
-        They know of a call that changes the tensor itself. They do not know of one that changes another tensor with its
-        memory.
+    def check_changes(self, calls: Sequence[CallRecord], numbers: Numbers) -> None:
+        """At the end of this rank's turn: a value that other ranks have has changed by a call alone that names it.
 
         Raises:
-            CutError: a value that came from another rank has changed here, and there a tensor shares its memory.
+            CutError: another tensor with its memory has changed, or one on the rank that it came from would have to.
         """
-        told, found = set(_left_by(calls[self.begin :])), list[int]()
+        told = set(_left_by(calls[self.begin :]))
         for number, (version, shared) in [*self.elsewhere.items()]:
             tensor = numbers.find(number)
             if tensor is None or isinstance(tensor, Placeholder):
                 del self.elsewhere[number]
             elif version_of(tensor) != version:
-                if shared:
+                if shared or number not in told:
                     raise CutError(
                         f"tensor {number}, {tuple(tensor.shape)}, is changed in place, another tensor shares its "
                         "memory, and they have been on different ranks.",
@@ -300,9 +287,6 @@ class _Turns:
                 del self.elsewhere[number]
                 for known in self.known.values():
                     known.discard(number)
-                self.homes[number] = self.holder
-                found += [] if number in told else [number]
-        return tuple(found)
 
     def end(self, rank: int, calls: Sequence[CallRecord]) -> None:
         """The turn is over and another rank has the next one."""
