@@ -95,7 +95,7 @@ def _describe(
     leaves += [*stashed.values()]  # in this order `SkippedLayers` takes them off the end again
     effects: list[tuple[Effect, list[Any]]] = []
     if watch is not None:
-        effects += watch.effects(tracker.numbers.derived)
+        effects += watch.effects(tracker.numbers.derived, tracker.come_back)
         leaves += [leaf for _, own in effects for leaf in own]
         # of an object's tensors most are those that the other ranks know
         known = [tracker.numbers.of(leaf) for effect, own in effects if effect.object is not None for leaf in own]

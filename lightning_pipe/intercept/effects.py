@@ -110,18 +110,20 @@ class Watch:
         for place, (_, leaves) in (self._attributes or {}).items():
             yield from ((place, leaf) for leaf, _ in leaves if isinstance(leaf, Tensor))
 
-    def effects(self, derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, list[Any]]]:
+    def effects(
+        self, derived: Callable[[Tensor], bool], come_back: Callable[[str], None] | None
+    ) -> Iterator[tuple[Effect, list[Any]]]:
         """What has changed since, with its leaves.
 
         Args:
             derived: whether a tensor comes from a layer or a parameter; other stages know of such a change by itself.
+            come_back: ends a step that may have several passes where objects have changed; see `Tracker`.
 
         Raises:
-            ChangedObjectError: an argument of another kind has changed.
-            CutError: a tensor that the module keeps has changed in place.
+            CutError: an argument of another kind has changed, or a tensor that the module keeps has in place.
         """
         if not self._shown:
-            self._objects.check_unchanged(self.name)
+            self._objects.check_unchanged(self.name, come_back)
         for number, (container, contents) in enumerate(zip(self.containers, self._contents, strict=True)):
             if not same_objects(_contents(container), contents):
                 leaves, structure = tree_flatten(container)

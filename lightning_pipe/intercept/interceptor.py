@@ -170,11 +170,10 @@ class Interceptor:
     def follow(self, run: StageRun | TurnRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
-        again = is_recomputing()
-        if isinstance(run, StageRun) and not (run.stage.all or again):
+        if isinstance(run, StageRun) and not (run.stage.all or is_recomputing()):
             run.tracker.changing = lambda *change: check_unchanged(self.computing(), self.state.written, *change)
         try:
-            with self.state.of_run(run, counts=not again, alone=run.tracker.alone):
+            with self.state.of_run(run):
                 return run.run(step)
         finally:
             self.run = None

@@ -94,8 +94,8 @@ class LayerCalls:
         self.ran: list[nn.Module] = []
         self._stage, self._others, self._objects = stage, not stage.all, objects
         self._again = cache.state.run_again
-        # by layer, the objects that it has changed or made, by ``id``; caches of an earlier generate() must go
-        self._kept: dict[str, WeakValueDictionary[int, Any]] = {}
+        # the objects that layers here have changed or made, by ``id``; caches of an earlier generate() must go
+        self._kept = WeakValueDictionary[int, Any]()
         # the module that runs where other stages must know what it leaves behind, and what looks at it
         self._running: tuple[str, nn.Module] | None = None
         self._watch: Watch | None = None
@@ -116,8 +116,8 @@ class LayerCalls:
         try:
             with tracker.paused(), self.surroundings.stream(key):
                 tracker.touch(tensors, name)
-                if name in self._kept:
-                    tracker.touch(self._moved(name, arguments), name)
+                if self._kept:
+                    tracker.touch(self._moved(arguments), name)
                 tracker.digest.call(name, arguments, module)
                 thorough = tracker.digest.thorough
                 counts = thorough and not tracker.digest.idle
@@ -150,8 +150,7 @@ class LayerCalls:
                 call = recorded(cache.records, tracker, name, result, arguments, changed, stashed, popped, watch)
                 tracker.calls.append(self._noted(name, module, watch, call, referred) if self._others else call)
                 if watch is not None and any(each.object is not None for each in call.effects):
-                    objects = self._kept.setdefault(name, WeakValueDictionary())
-                    objects.update(watch.kept_objects(call.effects, arguments))
+                    self._kept.update(watch.kept_objects(call.effects, arguments))
         finally:
             self.surroundings.inside, self._running, self._watch = False, None, None
         return result
@@ -239,13 +238,12 @@ class LayerCalls:
             if in_place or (unseen and state.counts(part, attribute, vars(part).get(attribute))):
                 raise found_changed(f"`{written(name, path, attribute)}`")
 
-    def _moved(self, name: str, arguments: Sequence[Any]) -> list[Tensor]:
-        """What a layer keeps in objects that it is given, and code between layers has made anew on another rank.
+    def _moved(self, arguments: Sequence[Any]) -> list[Tensor]:
+        """What layers here keep in objects that one is given, and code between layers has made anew on another rank.
 
         Beam search reorders the key-value caches of all layers, on the rank that has chosen the beams.
         """
-        ids = self._kept[name]
-        kept = [list(vars(each).values()) for each in objects_of(arguments) if id(each) in ids]
+        kept = [list(vars(each).values()) for each in objects_of(arguments) if id(each) in self._kept]
         return [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Placeholder)]
 
     def _seek(self) -> None:

@@ -257,17 +257,13 @@ class LayerState:
                 )
 
     @contextmanager
-    def of_run(self, run: StageRun | TurnRun, *, counts: bool, alone: bool) -> Iterator[None]:
+    def of_run(self, run: StageRun | TurnRun) -> Iterator[None]:
         """Around a run of the step: one that ends early puts back what it has set.
-
-        Args:
-            run: the run.
-            counts: whether something comes of it: it is no second or trial run.
-            alone: whether its batch has no other micro-batches.
 
         Raises:
             CutError: it has changed something in place, or something at all in one of several pipes.
         """
+        counts = not is_recomputing()  # of a second or trial run nothing is to come
         thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
         held = held_by(self.around, self._modules, self._root_of) if thorough else None
         hidden = put_all({key: self._absent(*key, now(*key)) for key in self._of_others(run)})
@@ -275,14 +271,15 @@ class LayerState:
         complete = False
         try:
             yield
-            complete = run.complete
+            complete = run.complete and counts
         finally:
-            if complete and counts:
+            if complete:
                 self._leave()
             else:
                 self._put_back(run)
             put_all(hidden)
-        for key in () if self.one_pipe or alone or not (complete and counts) else self._changed(self.set_by_run):
+        changed = self._changed(self.set_by_run) if complete and not (self.one_pipe or run.tracker.alone) else ()
+        for key in changed:
             raise in_several_pipes(self.written(*key))
         if complete and held is not None:
             check_held(held, self._modules, lambda key: self.is_kept(*key) or key in self.set_by_run)

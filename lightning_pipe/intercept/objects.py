@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,10 +25,6 @@ _PLAIN = (bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, dict)
 _NO_OBJECTS = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 _UNSEEN = "Return what changes, or pass it in a list or dictionary of tensors, numbers and strings."
-
-
-class ChangedObjectError(CutError):
-    """A layer has changed an object that other stages would have to see."""
 
 
 class ObjectStates:
@@ -48,9 +44,11 @@ class ObjectStates:
             if not _same(_content(each), before):
                 yield number, each
 
-    def check_unchanged(self, name: str) -> None:
-        """Raise if the call of ``name`` has changed one of them."""
+    def check_unchanged(self, name: str, come_back: Callable[[str], None] | None = None) -> None:
+        """Raise if the call of ``name`` has changed one; ``come_back`` ends a step that may have several passes."""
         for _, each in self._changed():
+            if come_back is not None:  # it is a cache, for instance, which is of use in such a step alone
+                come_back(name)
             raise _unseen(name, each, "Return what changes, or pass it in a list or dictionary; switch caches off.")
 
     def changes(self, name: str) -> Iterator[tuple[int, bytes, list[Tensor]]]:
@@ -60,8 +58,8 @@ class ObjectStates:
             name: the layer that has been called, for messages.
 
         Raises:
-            ChangedObjectError: one is a kind of list or dictionary, whose items are not among its attributes.
-            CutError: a state cannot be pickled.
+            CutError: one is a kind of list or dictionary, whose items are not among its attributes, or a state
+                cannot be pickled.
         """
         known = {id(each): number for number, each in enumerate(self.objects)}
         for number, each in self._changed():
@@ -153,9 +151,9 @@ def _content(value: Any) -> Content:
     return structure, [(leaf, version_of(leaf)) for leaf in leaves]
 
 
-def _unseen(name: str, changed: Any, hint: str) -> ChangedObjectError:
+def _unseen(name: str, changed: Any, hint: str) -> CutError:
     kind = type(changed).__qualname__
-    return ChangedObjectError(f"'{name}' changes its argument of type {kind}, which other stages cannot see.", hint)
+    return CutError(f"'{name}' changes its argument of type {kind}, which other stages cannot see.", hint)
 
 
 def _same(one: Content, other: Content) -> bool:

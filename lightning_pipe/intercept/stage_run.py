@@ -43,7 +43,6 @@ from lightning_pipe.intercept.arrival import Arrival
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
-from lightning_pipe.intercept.objects import ChangedObjectError
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
@@ -219,7 +218,7 @@ class StageRun:
             self._cut()
         if number < own.start:
             self._come_back(name, self._numbers.behind)
-        return self._called(name, key, layer, forward, args, kwargs)
+        return self.layer_calls.run(name, key, layer, forward, args, kwargs)
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -234,15 +233,7 @@ class StageRun:
         self._parameter_use.run(name)
         for parameter in module.parameters():
             self._parameter_use.use(parameter)
-        return self._called(name, key, module, forward, args, kwargs)
-
-    def _called(self, name: str, *call: Any) -> Any:
-        try:
-            return self.layer_calls.run(name, *call)
-        except ChangedObjectError:  # a cache, for instance, which is of use in a step of several passes alone
-            if self.tracker.come_back is not None:
-                self._come_back(name)
-            raise
+        return self.layer_calls.run(name, key, module, forward, args, kwargs)
 
     # ------------------------------------------------------------------ the two ends of a stage
 

@@ -53,7 +53,7 @@ class Rank:
         run: Any = SimpleNamespace(
             complete=complete,
             stage_here=self.stage,
-            tracker=SimpleNamespace(digest=digest),
+            tracker=SimpleNamespace(digest=digest, alone=False),
             is_behind=lambda _: behind,
         )
         run.layer_calls = SimpleNamespace(
@@ -61,7 +61,7 @@ class Rank:
             setting=lambda run, *what: self.state.setting(run, *what) if self.state.counts(*what) else None,
         )
         self.state.runs(self.own, self.stage)
-        with installed(ATTRIBUTES, lambda: run), self.state.of_run(run, counts=True, alone=False):
+        with installed(ATTRIBUTES, lambda: run), self.state.of_run(run):
             yield
 
 
