@@ -54,6 +54,7 @@ NAMES = {
     },
     "torch._C._autograd": {
         "_get_sequence_nr": "which nodes of the graph a layer has made",
+        "_unsafe_set_version_counter": "a parameter that is put back into former memory has changed as often as that",
     },
     "torch._C._dynamo.eval_frame": dict.fromkeys(
         ["_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"],
@@ -87,7 +88,6 @@ NAMES = {
     "torch.nn.modules.batchnorm._BatchNorm": {"_check_input_dim": "as its own forward begins"},
     "torch.nn.MultiheadAttention": {"_reset_parameters": "initialises it, as reset_parameters does other modules"},
     "torch.nn.modules.conv": {"_ConvNd": "the base of all convolutions"},
-    "torch.nn.modules.dropout": {"_DropoutNd": "the base of all dropouts"},
     "torch.nn.modules.rnn.RNNBase": {
         "_flat_weight_refs": "weak references, with which tensors cannot be swapped",
         "_flat_weights_names": "what they refer to",
@@ -153,7 +153,6 @@ from torch.distributed._composable_state import _module_state_mapping as composa
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -162,6 +161,9 @@ from torch.utils.flop_counter import flop_registry
 
 graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
+
+set_version_counter: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
+"""``set_version_counter(tensors, numbers)``: how often autograd has seen each change in place."""
 
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 is_functorch_tensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

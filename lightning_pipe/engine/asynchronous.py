@@ -134,7 +134,8 @@ class AsynchronousPipeline:
         try:
             # This object only puts the generators back after the call; every batch brings streams of its own.
             streams = RandomStreams(0, pipeline.transport.device)
-            with torch.enable_grad(), self.versions.call(), pipeline.running(streams):
+            self.versions.begin_call()
+            with torch.enable_grad(), pipeline.running(streams):
                 pipeline.executor.advance(actions, call.again, self._find, number, self._lag)
         except BaseException:
             self.drop()

@@ -1,14 +1,13 @@
 """Several versions of a rank's weights at once, for batches whose forward and backward passes lie between steps.
 
-The optimizer changes parameters in place while batches are in flight. So every batch computes with stand-ins: leaves
-of their own that share the memory of the version that the batch is to use. Before a step that would change a version
-which is still needed, the parameters move to fresh memory. The gradients of the stand-ins become those of the
-parameters when the batch's step is due.
+The optimizer changes parameters in place while batches are in flight. So before a step that would change a version
+which is still needed, the parameters move to fresh memory, and the version keeps the memory that they had. Whenever a
+batch computes, forward or backward, the parameters lie in the memory of its version and have its gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,14 +17,23 @@ from torch import Tensor, nn
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.ownership import Ownership
+from lightning_pipe.torch_internals import set_version_counter
 
 
-class _Reference(NamedTuple):
-    """Where a module refers to a parameter."""
+class _Memory(NamedTuple):
+    """Where a parameter has its values, and how often autograd has seen them change: graphs that hold it compare."""
 
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
+    data: Tensor
+    changes: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Memory:
+        return cls(parameter.data, parameter._version)
+
+    def give(self, parameter: nn.Parameter) -> None:
+        """Let the parameter lie here."""
+        parameter.data = self.data
+        set_version_counter((parameter,), (self.changes,))
 
 
 class WeightVersions:
@@ -35,7 +43,7 @@ class WeightVersions:
 
     Args:
         module: the user's module.
-        ownership: knows which parameters this rank holds, and is told about stand-ins.
+        ownership: knows which parameters this rank holds.
 
     Attributes:
         newest: steps that the parameters have seen.
@@ -46,99 +54,63 @@ class WeightVersions:
         self._module, self._ownership = module, ownership
         self.newest = 0
         self.peak_held = 1
-        self._stash: dict[int, dict[nn.Parameter, Tensor]] = {}
-        self._references: list[_Reference] = []
-        # by batch, and by version of the weights
-        self._stand_ins: dict[int, dict[int, dict[nn.Parameter, nn.Parameter]]] = {}
+        self._trained: list[nn.Parameter] = []
+        self._stash: dict[int, dict[nn.Parameter, _Memory]] = {}
+        self._gradients: dict[int, dict[nn.Parameter, Tensor]] = {}  # by batch
 
     @property
     def held(self) -> int:
         """Versions held now: from the oldest that is still needed to the newest."""
         return self.newest - min(self._stash, default=self.newest) + 1
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The trainable parameters of this rank, each once."""
-        named = self._module.named_parameters()
+    def begin_call(self) -> None:
+        """Find the trainable parameters of this rank: hooks may have added, frozen or thawed some.
+
+        Raises:
+            ConfigurationError: one is of a class of its own, which may have its values elsewhere.
+        """
         # averages of weights that hooks keep here may have lost their value: they follow other ranks' layers
-        return (
-            p
-            for name, p in named
-            if p.requires_grad and self._ownership.holds(name) and not isinstance(p, AbsentTensor)
-        )
-
-    # ------------------------------------------------------------------ computing with a version
-
-    def _stand_in(self, parameter: nn.Parameter, version: int) -> nn.Parameter:
-        if type(parameter) is not nn.Parameter:
+        self._trained = [
+            parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and self._ownership.holds(name) and not isinstance(parameter, AbsentTensor)
+        ]
+        for kind in {type(parameter) for parameter in self._trained} - {nn.Parameter}:
             raise ConfigurationError(
-                f"A parameter is a {type(parameter).__name__}; asynchronous schedules keep several versions of plain "
-                "parameters alone.",
+                f"A parameter is a {kind.__name__}; asynchronous schedules keep several versions of plain parameters "
+                "alone.",
                 hint="Use a schedule with a flush, such as '1f1b'.",
             )
-        changed = (steps for steps in sorted(self._stash) if steps >= version and parameter in self._stash[steps])
-        steps = next(changed, None)
-        # .data, unlike detach(), does not count changes in place: those to the fresh memory are none to this version.
-        leaf = nn.Parameter(parameter.data if steps is None else self._stash[steps][parameter])
-        leaf.__dict__.update(parameter.__dict__)
-        return leaf
 
     @contextmanager
     def using(self, batch: int, version: int) -> Iterator[None]:
-        """Let all modules refer to a batch's own leaves with the values of a version."""
-        known = self._stand_ins.setdefault(batch, {})
-        if version not in known:
-            known[version] = {parameter: self._stand_in(parameter, version) for parameter in self.parameters()}
-        stand_ins = known[version]
-        self._ownership.stand_ins = {id(leaf): parameter for parameter, leaf in stand_ins.items()}
-        try:
-            for reference in self._references:
-                if reference.parameter in stand_ins:
-                    _refer(reference, stand_ins[reference.parameter])
-            yield
-        finally:
-            for reference in self._references:
-                _refer(reference, reference.parameter)
-            self._ownership.stand_ins = None
-
-    # ------------------------------------------------------------------ calls and steps
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Around the computations of a call: gradients may reach stand-ins, never parameters."""
-        self._references = [
-            _Reference(module, name, parameter)
-            for module in self._module.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        own = list(self.parameters())
-        before = [parameter.grad for parameter in own]
-        for parameter in own:
-            parameter.grad = None
+        """Let the parameters have the values of a version and the gradients of a batch."""
+        gradients = self._gradients.setdefault(batch, {})
+        former = [(parameter, parameter.grad) for parameter in self._trained]
+        later = [steps for steps in sorted(self._stash) if steps >= version]
+        newest: dict[nn.Parameter, _Memory] = {}
+        for parameter, _ in former:
+            parameter.grad = gradients.get(parameter)
+            memory = next((self._stash[steps][parameter] for steps in later if parameter in self._stash[steps]), None)
+            if memory is not None:
+                newest[parameter] = _Memory.of(parameter)
+                memory.give(parameter)
         try:
             yield
-            self._check_untouched(own)
         finally:
-            for parameter, gradient in zip(own, before, strict=True):
+            for parameter, gradient in former:
+                if parameter.grad is not None:
+                    gradients[parameter] = parameter.grad
                 parameter.grad = gradient
-
-    def _check_untouched(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                raise self._ownership.unnoticed(parameter)
+                if parameter in newest:
+                    newest[parameter].give(parameter)
 
     def collect(self, batches: Sequence[int]) -> None:
-        """Add the gradients of batches, averaged over them, to those of the parameters.
-
-        A batch steps after its last backward pass: its leaves, and the memory of their versions, go.
-        """
-        for stand_ins in (each for batch in batches for each in self._stand_ins.pop(batch, {}).values()):
-            for parameter, leaf in stand_ins.items():
-                if leaf.grad is not None:
-                    gradient = leaf.grad
-                    if len(batches) > 1:
-                        gradient /= len(batches)
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        """Add the gradients of batches, averaged over them, to those of the parameters."""
+        for gradients in (self._gradients.pop(batch, {}) for batch in batches):
+            for parameter, gradient in gradients.items():
+                mean = gradient.div_(len(batches)) if len(batches) > 1 else gradient
+                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
     @torch.no_grad()
     def step(self, oldest: int) -> None:
@@ -148,9 +120,8 @@ class WeightVersions:
             oldest: the oldest version that is needed afterwards.
         """
         if oldest <= self.newest:
-            self._stash[self.newest] = kept = {}
-            for parameter in self.parameters():
-                kept[parameter] = parameter.data
+            self._stash[self.newest] = {parameter: _Memory.of(parameter) for parameter in self._trained}
+            for parameter in self._trained:
                 parameter.data = parameter.data.clone()
         self.newest += 1
         for steps in [steps for steps in self._stash if steps < oldest]:
@@ -160,13 +131,5 @@ class WeightVersions:
     def restart(self) -> None:
         """The pipeline is empty: only the newest version is left, and counted as the first."""
         self._stash.clear()
-        self._stand_ins.clear()
+        self._gradients.clear()
         self.newest = 0
-
-
-def _refer(reference: _Reference, parameter: nn.Parameter) -> None:
-    module = reference.module
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[reference.name] = parameter
-    else:  # recurrent layers keep a list of their weights
-        setattr(module, reference.name, parameter)

@@ -15,7 +15,7 @@ parallelism adds *replicas*: the same rank of every pipeline holds the same name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,6 @@ class Ownership:
         remedy: what messages advise whoever asks for a value of another rank.
         used: the parameters outside the sequence that this rank has used, and with a dot the modules that it has run.
         elsewhere: objects that may keep copies of parameters and buffers.
-        stand_ins: while other tensors stand in for the parameters that are trained here, these by ``id``.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class Ownership:
         self.remedy = IN_HOOKS
         self.elsewhere: Sequence[object] = (module,)
         self.used: set[str] = set() if before is None else before.used
-        self.stand_ins: Mapping[int, nn.Parameter] | None = None
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
         self._everyone, self._loss_ranks = tuple(range(len(rank_names))), loss_ranks
         self._held: dict[str, _Held] = {}  # the same object for all names of a tensor
@@ -188,12 +186,6 @@ class Ownership:
         Raises:
             CutError: another rank holds it.
         """
-        if self.stand_ins is not None:
-            original = self.stand_ins.get(id(parameter))
-            own = self.known_name(parameter) if original is None else None
-            if own is not None and parameter.requires_grad and self.holds(own):
-                raise self.unnoticed(parameter)
-            parameter = parameter if original is None else original
         name = self.known_name(parameter)
         if name is None and isinstance(parameter, AbsentTensor):
             raise CutError(
@@ -255,14 +247,6 @@ class Ownership:
     def holders_in_words(self, name: str) -> str:
         """How messages name the ranks that hold a parameter."""
         return ", ".join(self.rank_names[rank] for rank in self.owners(name))
-
-    def unnoticed(self, parameter: nn.Parameter) -> CutError:
-        """The error for a parameter that is used while another one should stand in for it."""
-        return CutError(
-            f"'{self.known_name(parameter)}' is used through a reference that is no attribute of a module, such as "
-            "a list or a closure; an asynchronous schedule cannot give it the version of the weights that is due.",
-            hint="Use it as an attribute of its module, or in an nn.ParameterList or nn.ParameterDict.",
-        )
 
     def run(self, module: str) -> None:
         """Note that this rank runs an outside module, and so decides about its buffers."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.weight_versions import WeightVersions
-from lightning_pipe.errors import CutError
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.partition import find_layers
 
@@ -22,11 +22,10 @@ def versions() -> tuple[WeightVersions, nn.Linear]:
 def test_a_batch_computes_with_the_version_that_it_began_with() -> None:
     weights, linear = versions()
     own = linear.weight
-    with weights.call(), weights.using(0, version=0):
-        pass
+    weights.begin_call()
     weights.step(oldest=0)
     own.data.fill_(5.0)
-    with weights.call(), weights.using(0, version=0):
+    with weights.using(0, version=0):
         assert linear(torch.ones(1, 1)).item() == 1.0
     assert linear.weight is own
     assert own.item() == 5.0
@@ -37,8 +36,9 @@ def test_a_batch_computes_with_the_version_that_it_began_with() -> None:
 
 def test_gradients_of_batches_are_averaged_in_the_parameter() -> None:
     weights, linear = versions()
+    weights.begin_call()
     for batch, factor in enumerate((1.0, 3.0)):
-        with weights.call(), weights.using(batch, version=0):
+        with weights.using(batch, version=0):
             linear(torch.full((1, 1), factor)).sum().backward()
     assert linear.weight.grad is None
     weights.collect([0, 1])
@@ -46,8 +46,30 @@ def test_gradients_of_batches_are_averaged_in_the_parameter() -> None:
     assert linear.weight.grad.item() == 2.0
 
 
-def test_a_parameter_that_is_used_behind_the_module_raises() -> None:
+def test_a_backward_pass_runs_on_the_version_of_its_forward_pass() -> None:
     weights, linear = versions()
-    own = linear.weight
-    with pytest.raises(CutError, match="through a reference that is no attribute of a module"), weights.call():
-        (own * 2).sum().backward()
+    point = torch.ones(1, 1, requires_grad=True)
+    weights.begin_call()
+    with weights.using(0, version=0):
+        result = linear(point)
+    weights.step(oldest=0)
+    with torch.no_grad():
+        linear.weight.mul_(5.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward(retain_graph=True)
+    with weights.using(0, version=0):
+        result.sum().backward()
+    assert point.grad is not None
+    assert point.grad.item() == 1.0
+    with weights.using(1, version=1), torch.no_grad():
+        assert linear(point).item() == 5.0
+
+
+def test_parameters_of_a_class_of_their_own_are_refused() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    weights, linear = versions()
+    linear.weight = Own(torch.ones(1, 1))
+    with pytest.raises(ConfigurationError, match="A parameter is a Own; asynchronous schedules keep several versions"):
+        weights.begin_call()

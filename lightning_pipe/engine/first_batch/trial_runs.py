@@ -17,9 +17,10 @@ from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.intercept.recompute import BufferGuard, recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.torch_functions import draws
-from lightning_pipe.torch_internals import DropoutNd, NormBase
+from lightning_pipe.torch_internals import NormBase
 
-_SILENT = (DropoutNd, NormBase, nn.RNNBase, nn.MultiheadAttention)
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+_SILENT = (*_DROPOUTS, NormBase, nn.RNNBase, nn.MultiheadAttention)
 """Modules that drop or normalise by the batch, in training alone."""
 
 _local = threading.local()
