@@ -7,9 +7,8 @@ batch computes, forward or backward, the parameters lie in the memory of its ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +18,8 @@ from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.torch_internals import set_version_counter
 
-
-class _Memory(NamedTuple):
-    """Where a parameter has its values, and how often autograd has seen them change: graphs that hold it compare."""
-
-    data: Tensor
-    changes: int
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Memory:
-        return cls(parameter.data, parameter._version)
-
-    def give(self, parameter: nn.Parameter) -> None:
-        """Let the parameter lie here."""
-        parameter.data = self.data
-        set_version_counter((parameter,), (self.changes,))
+Memory = dict[nn.Parameter, tuple[Tensor, int]]
+"""Where parameters have their values, and how often autograd has seen these change: graphs that hold them compare."""
 
 
 class WeightVersions:
@@ -55,7 +41,7 @@ class WeightVersions:
         self.newest = 0
         self.peak_held = 1
         self._trained: list[nn.Parameter] = []
-        self._stash: dict[int, dict[nn.Parameter, _Memory]] = {}
+        self._stash: dict[int, Memory] = {}
         self._gradients: dict[int, dict[nn.Parameter, Tensor]] = {}  # by batch
 
     @property
@@ -87,23 +73,22 @@ class WeightVersions:
         """Let the parameters have the values of a version and the gradients of a batch."""
         gradients = self._gradients.setdefault(batch, {})
         former = [(parameter, parameter.grad) for parameter in self._trained]
-        later = [steps for steps in sorted(self._stash) if steps >= version]
-        newest: dict[nn.Parameter, _Memory] = {}
+        memory: Memory = {}
+        for steps in sorted(self._stash, reverse=True):
+            if steps >= version:
+                memory |= self._stash[steps]
+        newest = _memory_of(memory)
         for parameter, _ in former:
             parameter.grad = gradients.get(parameter)
-            memory = next((self._stash[steps][parameter] for steps in later if parameter in self._stash[steps]), None)
-            if memory is not None:
-                newest[parameter] = _Memory.of(parameter)
-                memory.give(parameter)
+        _move(memory)
         try:
             yield
         finally:
+            _move(newest)
             for parameter, gradient in former:
                 if parameter.grad is not None:
                     gradients[parameter] = parameter.grad
                 parameter.grad = gradient
-                if parameter in newest:
-                    newest[parameter].give(parameter)
 
     def collect(self, batches: Sequence[int]) -> None:
         """Add the gradients of batches, averaged over them, to those of the parameters."""
@@ -120,7 +105,7 @@ class WeightVersions:
             oldest: the oldest version that is needed afterwards.
         """
         if oldest <= self.newest:
-            self._stash[self.newest] = {parameter: _Memory.of(parameter) for parameter in self._trained}
+            self._stash[self.newest] = _memory_of(self._trained)
             for parameter in self._trained:
                 parameter.data = parameter.data.clone()
         self.newest += 1
@@ -133,3 +118,14 @@ class WeightVersions:
         self._stash.clear()
         self._gradients.clear()
         self.newest = 0
+
+
+def _memory_of(parameters: Iterable[nn.Parameter]) -> Memory:
+    return {parameter: (parameter.data, parameter._version) for parameter in parameters}
+
+
+def _move(memory: Memory) -> None:
+    """Let parameters lie somewhere else."""
+    for parameter, (data, _) in memory.items():
+        parameter.data = data
+    set_version_counter(tuple(memory), tuple(changes for _, changes in memory.values()))
