@@ -25,7 +25,6 @@ from lightning_pipe.engine.undivided import run_whole
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
-from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.parameters.buffer_sync import BufferSync
@@ -92,9 +91,14 @@ class Pipeline(PartitionedModule):
         self.gradients_divided = False
         self.elapsed = self.busy = 0.0
         self._interceptor = Interceptor(
-            module, self.layers, tells=transport.process == 0, places=self.places, one_pipe=family.pipes == 1
+            module,
+            self.layers,
+            self.ownership,
+            transport.device,
+            tells=transport.process == 0,
+            places=self.places,
+            one_pipe=family.pipes == 1,
         )
-        self._guard = BufferGuard(self._interceptor.computing())
         self.executor = self._executor(1, routes)
         self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures: dict[Hashable, int] = {}
@@ -121,7 +125,7 @@ class Pipeline(PartitionedModule):
             for stage, span in enumerate(spans)
         ]
         return Executor(
-            Stages(self._interceptor, stages, self.ownership, transport.device, self._guard),
+            Stages(self._interceptor, stages),
             BoundaryExchange(transport),
             self.sample_schedule(passes).placement,
             transport.rank,

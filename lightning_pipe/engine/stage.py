@@ -21,8 +21,7 @@ from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.layer_state import FirstRun
 from lightning_pipe.intercept.library_draws import LibraryDraws
-from lightning_pipe.intercept.parameter_use import ParameterUse
-from lightning_pipe.intercept.recompute import BufferGuard, nothing_saved, recomputing
+from lightning_pipe.intercept.recompute import nothing_saved, recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
@@ -91,9 +90,6 @@ class Stages:
     Args:
         interceptor: stands between the user's step and the layers.
         layers: the layers of each stage of the pipeline.
-        parameter_use: learns which parameters and modules outside layers steps use.
-        device: the rank's device.
-        buffers: puts buffers back that a second run changes.
 
     Attributes:
         draws: which calls draw from Python's and NumPy's generators, in evaluations and in training.
@@ -101,9 +97,6 @@ class Stages:
 
     interceptor: Interceptor
     layers: Sequence[StageLayers]
-    parameter_use: ParameterUse
-    device: torch.device
-    buffers: BufferGuard
 
     def __post_init__(self) -> None:
         names = self.layers[0].names
@@ -124,7 +117,7 @@ class Stages:
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
         first, around = self.interceptor.state.begin_first(), self.interceptor.attributes_around()
-        with nothing_saved(), self.buffers.noted(first[0], thorough=batch.thorough):
+        with nothing_saved(), self.interceptor.buffers.noted(first[0], thorough=batch.thorough):
             saved, crossings = self.forward(stage, micro_batch, batch, copies)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         sums = _sums(saved, crossings) if batch.thorough else None
@@ -137,7 +130,7 @@ class Stages:
         # other micro-batches may have changed these since, and graphs may hold what they are now
         kept.around.undo(for_now=True)
         try:
-            with recomputing(), self.buffers.restored(), state.restored(kept.first):
+            with recomputing(), self.interceptor.buffers.restored(), state.restored(kept.first):
                 saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         finally:
             around.undo()
@@ -166,8 +159,6 @@ class Stages:
             layers,
             inbound,
             partial(batch.streams.isolated, micro_batch),
-            self.parameter_use,
-            self.device,
             self.interceptor.cache,
             training=batch.training,
             alone=batch.undisturbed,

@@ -55,8 +55,6 @@ class Turns:
             self._place,
             lambda *key: batch.streams.isolated(micro_batch, *key),
             batch.streams.generators,
-            pipeline.ownership,
-            stages.device,
             stages.interceptor.cache,
         )
         inputs = batch.slice(micro_batch)

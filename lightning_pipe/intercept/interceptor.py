@@ -9,13 +9,15 @@ from functools import update_wrapper
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_pipe.intercept.distributions import show_distributions
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.layer_tensors import check_unchanged
-from lightning_pipe.intercept.recompute import is_recomputing
+from lightning_pipe.intercept.parameter_use import ParameterUse
+from lightning_pipe.intercept.recompute import BufferGuard, is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
@@ -38,6 +40,8 @@ class Interceptor:
     Args:
         module: the user's module.
         layers: the layer sequence with dotted names.
+        parameter_use: learns which parameters and modules outside layers steps use.
+        device: the rank's device.
         tells: whether this rank says what it changes for the time of the steps.
         places: by the names of layers, their stages, and by stage who runs it, in words.
         one_pipe: whether all micro-batches take the same way.
@@ -45,13 +49,16 @@ class Interceptor:
     Attributes:
         run: the run of the step that is under way.
         state: knows who has the attributes of layers and outside modules.
-        cache: what runs keep for later ones.
+        cache: what runs have in common, and keep for later ones.
+        buffers: of layers and outside modules, for second runs.
     """
 
     def __init__(
         self,
         module: nn.Module,
         layers: Sequence[tuple[str, nn.Module]],
+        parameter_use: ParameterUse,
+        device: torch.device,
         *,
         tells: bool = True,
         places: tuple[Mapping[str, int], Sequence[str]] = ({}, ()),
@@ -68,7 +75,8 @@ class Interceptor:
         self._outside = list(outside_modules(module, self.layers))
         roots = [*layers, *self._outside]
         self.state = LayerState(module, roots, *places, one_pipe=one_pipe)
-        self.cache = RunCache(module, self.state)
+        self.cache = RunCache(module, self.state, parameter_use, device)
+        self.buffers = BufferGuard(self.computing())
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}

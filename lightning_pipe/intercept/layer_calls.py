@@ -17,6 +17,7 @@ from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.kept_state import Place, in_several_pipes, written
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.objects import objects_of
+from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
@@ -36,23 +37,24 @@ if TYPE_CHECKING:
 
 
 class RunCache:
-    """What the runs of one rank keep for later runs.
+    """What the runs of one rank have in common, and keep for later ones.
 
     Args:
         module: the user's module.
         state: knows who has the attributes of layers and outside modules.
+        parameter_use: the module's parameters and buffers outside layers.
+        device: the device that placeholders report.
 
     Attributes:
-        module: as given.
-        state: as given.
+        module, state, parameter_use, device: as given.
         keeping: the layers and outside modules that have been seen to keep tensors as attributes.
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
         elsewhere: by layer or outside module, what its calls change outside of it, such as globals.
     """
 
-    def __init__(self, module: nn.Module, state: LayerState) -> None:
-        self.module, self.state = module, state
+    def __init__(self, module: nn.Module, state: LayerState, parameter_use: ParameterUse, device: torch.device) -> None:
+        self.module, self.state, self.parameter_use, self.device = module, state, parameter_use, device
         self.keeping, self.records, self.hooked = set[str](), dict[str, CallRecord](), HookedParts()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
@@ -31,23 +30,15 @@ class SkippedLayers:
         tracker: that of the run.
         surroundings: of the run.
         skips: what is stashed and not popped yet.
-        device: where placeholders pretend to be.
         cache: knows what modules keep, and what their code names.
 
     Attributes:
         modules: those that it has answered for.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        surroundings: Surroundings,
-        skips: StepStore,
-        device: torch.device,
-        cache: RunCache,
-    ) -> None:
-        self._tracker, self._surroundings, self._skips, self._device = tracker, surroundings, skips, device
-        self._former, self._cache = dict[Key, Any](), cache
+    def __init__(self, tracker: Tracker, surroundings: Surroundings, skips: StepStore, cache: RunCache) -> None:
+        self._tracker, self._surroundings, self._skips, self._cache = tracker, surroundings, skips, cache
+        self._former = dict[Key, Any]()
         self.modules: list[nn.Module] = []
 
     def answer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -106,8 +97,8 @@ class SkippedLayers:
         """A placeholder, or what stands for the same number already: a forward hook has been given it."""
         if isinstance(leaf, Seen):
             found = self._tracker.numbers.find(leaf.number)
-            return Placeholder.of(leaf.spec, self._device) if found is None else found
-        return Placeholder.of(leaf, self._device)
+            return Placeholder.of(leaf.spec, self._cache.device) if found is None else found
+        return Placeholder.of(leaf, self._cache.device)
 
     def _leaves(
         self, call: CallRecord, arguments: Sequence[Any], old: Mapping[int, Tensor] = MappingProxyType({})

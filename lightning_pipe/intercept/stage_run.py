@@ -35,7 +35,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
@@ -44,7 +43,6 @@ from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
-from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
@@ -70,9 +68,7 @@ class StageRun:
         stage: the stage's layers.
         inbound: what earlier stages have sent; ``None`` on the first stage.
         isolated: gives a context with the micro-batch's random stream of a key.
-        parameter_use: the module's parameters and buffers outside layers.
-        device: the device that placeholders report.
-        cache: what earlier runs have kept.
+        cache: what runs have in common, and earlier ones have kept.
         training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
             stage, where this run then ends.
         alone: whether no other micro-batch is under way, which could read what this one changes.
@@ -90,8 +86,6 @@ class StageRun:
         stage: StageLayers,
         inbound: Crossing | None,
         isolated: Callable[..., AbstractContextManager[None]],
-        parameter_use: ParameterUse,
-        device: torch.device,
         cache: RunCache,
         *,
         training: bool = True,
@@ -99,7 +93,7 @@ class StageRun:
         ahead: bool = False,
         thorough: bool = False,
     ) -> None:
-        self.stage, self.training, self._parameter_use = stage, training, parameter_use
+        self.stage, self.training, self._parameter_use = stage, training, cache.parameter_use
         self.repeats, self._ahead = False, ahead
         self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
@@ -108,11 +102,11 @@ class StageRun:
         self.surroundings = Surroundings(isolated)
         expected = inbound.path.calls if inbound else None
         stream = self.surroundings.stream
-        self.tracker = Tracker(expected, stream, parameter_use, partial=not stage.all, alone=alone)
+        self.tracker = Tracker(expected, stream, cache.parameter_use, partial=not stage.all, alone=alone)
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
         self.tracker.digest.thorough, self.tracker.digest.since = thorough, cache.state.since
-        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, cache)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache)
 

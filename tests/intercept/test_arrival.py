@@ -34,8 +34,7 @@ def recorded(*, shared: bool = False) -> Crossing:
 
 def arrival(inbound: Crossing) -> tuple[Arrival, Tracker]:
     second = tracker(list(inbound.path.calls))
-    surroundings, device = Surroundings(lambda *_: nullcontext()), torch.device("cpu")
-    skipped = SkippedLayers(second, surroundings, StepStore(), device, run_cache())
+    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), run_cache())
     return Arrival(inbound, second, skipped), second
 
 

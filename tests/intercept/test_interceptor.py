@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_pipe.intercept.interceptor import Interceptor, outside_modules
 from lightning_pipe.partition import find_layers
 from lightning_pipe.patches import all_replaced
+from tests.intercept.test_tracker import Uses
 
 
 class Head(nn.Module):
@@ -68,6 +69,10 @@ class Notes:
             self.surroundings.inside = False
 
 
+def around(module: nn.Module, layers: Any, *, tells: bool = True) -> Interceptor:
+    return Interceptor(module, layers, Uses(), torch.device("cpu"), tells=tells)
+
+
 def test_the_largest_modules_that_hold_something_are_outside() -> None:
     net = Net()
     assert [name for name, _ in outside_modules(net, list(net.layers))] == ["embed", "norm", "head.inner.out"]
@@ -75,7 +80,7 @@ def test_the_largest_modules_that_hold_something_are_outside() -> None:
 
 def test_calls_go_to_the_run_while_the_wrappers_are_on() -> None:
     net, x = Net(), torch.ones(3, 2)
-    interceptor, notes = Interceptor(net, find_layers(net, "layers")), Notes()
+    interceptor, notes = around(net, find_layers(net, "layers")), Notes()
     with interceptor.installed():
         result = interceptor.follow(notes, lambda: net(x))  # type: ignore[arg-type]
         assert interceptor.run is None
@@ -87,7 +92,7 @@ def test_calls_go_to_the_run_while_the_wrappers_are_on() -> None:
 def test_wrappers_take_what_forwards_take(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code may ask: generate() leaves out the mask of a model that takes none."""
     net = Net()
-    interceptor = Interceptor(net, find_layers(net, "layers"))
+    interceptor = around(net, find_layers(net, "layers"))
     parts = [net.layers[0], net.embed, net.norm]
     expected = [inspect.signature(part.forward) for part in parts]
     if not compiles:
@@ -102,7 +107,7 @@ def test_wrappers_take_what_forwards_take(compiles: bool, monkeypatch: pytest.Mo
 def test_nothing_stays_behind() -> None:
     net = Net()
     before = pickle.dumps(net)
-    interceptor = Interceptor(net, find_layers(net, "layers"))
+    interceptor = around(net, find_layers(net, "layers"))
     with interceptor.installed():
         assert "forward" in vars(net.layers[0])
     assert pickle.dumps(net) == before
@@ -121,7 +126,7 @@ def test_the_switch_is_put_back_after_an_error() -> None:
     module = with_config(True)
 
     def fails() -> None:
-        with all_replaced(Interceptor(module, [], tells=False).caches_off()):
+        with all_replaced(around(module, [], tells=False).caches_off()):
             assert module[0].config.use_cache is False
             raise KeyError
 
@@ -133,10 +138,10 @@ def test_the_switch_is_put_back_after_an_error() -> None:
 def test_it_is_told_once_and_only_where_something_is_switched() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for caches in (Interceptor(with_config(False), []), Interceptor(with_config(True), [], tells=False)):
+        for caches in (around(with_config(False), []), around(with_config(True), [], tells=False)):
             with all_replaced(caches.caches_off()):
                 pass
-    caches = Interceptor(with_config(True), [])
+    caches = around(with_config(True), [])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):

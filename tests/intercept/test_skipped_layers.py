@@ -17,14 +17,14 @@ from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
-from tests.intercept.test_tracker import tracker
+from tests.intercept.test_tracker import Uses, tracker
 
 NAMES = ("layers.0", "layers.1")
 
 
 def run_cache() -> RunCache:
     """That of a rank whose module has no layers."""
-    return RunCache(nn.Module(), LayerState(nn.Module(), []))
+    return RunCache(nn.Module(), LayerState(nn.Module(), []), Uses(), torch.device("cpu"))
 
 
 def recorded(
@@ -46,8 +46,7 @@ def recorded(
 
 def answered(call: CallRecord, module: nn.Module, *args: Any) -> tuple[Any, SkippedLayers]:
     second = tracker([call])
-    surroundings, device = Surroundings(lambda *_: nullcontext()), torch.device("cpu")
-    skipped = SkippedLayers(second, surroundings, StepStore(), device, run_cache())
+    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), run_cache())
     with second, second.paused():
         return skipped.answer(NAMES[0], module, args, {}), skipped
 

@@ -95,8 +95,7 @@ def trial_losses(
     """
     known, transport = pipeline.training_executor, pipeline.transport
     stages, exchange = known.stages, BoundaryExchange(transport)
-    parts = stages.interceptor, stages.layers, stages.parameter_use, stages.device, stages.buffers
-    trial = _Trial(*parts, together or {})
+    trial = _Trial(stages.interceptor, stages.layers, together or {})
     executor = Executor(trial, exchange, known.placement, known.rank, lambda _: None, known.skips)
     streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas)
     program = pipeline.program(1, pipeline.passes, training=False)

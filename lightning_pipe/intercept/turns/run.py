@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
-from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -58,9 +57,7 @@ class TurnRun:
         place: the rank on which code outside layers runs.
         isolated: gives a context with the random stream of a key.
         generators: of the random numbers that all ranks draw alike.
-        parameter_use: the module's parameters and buffers outside layers.
-        device: the device that placeholders report.
-        cache: what earlier runs have kept.
+        cache: what runs have in common, and earlier ones have kept.
 
     Attributes:
         complete: whether the step has returned on the rank whose result counts.
@@ -79,19 +76,17 @@ class TurnRun:
         place: Place,
         isolated: Callable[..., AbstractContextManager[None]],
         generators: Sequence[torch.Generator],
-        parameter_use: ParameterUse,
-        device: torch.device,
         cache: RunCache,
     ) -> None:
         self._names, self._ranks, self._last, self._place = names, ranks, last, place
-        self._parameter_use, self._state = parameter_use, cache.state
+        self._parameter_use = cache.parameter_use
         self._calls_of = Counter[int]()
         self._ended = self.complete = False
-        self.tracker = TurnTracker(mail, ranks[0], parameter_use, place, generators)
+        self.tracker = TurnTracker(mail, ranks[0], cache.parameter_use, place, generators)
         self.skips = _FetchedSkips(self.tracker)
         self.surroundings = Surroundings(isolated)
         # every rank is shown all calls, in their order
-        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, device, cache)
+        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, cache)
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
         self.layer_calls = LayerCalls(everything, self.tracker, self.skips, self.surroundings, cache, objects=True)
 
