@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,7 +12,6 @@ from lightning_pipe.engine.batch import Batch
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.parameters.deferred_batchnorm import begin_pass
-from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.work import Work
 
 if TYPE_CHECKING:
@@ -22,38 +22,44 @@ _TAG = (1 << 29) - 1
 
 
 class Turns:
-    """Runs steps over a pipeline whose ranks take turns.
+    """Runs steps over a pipeline whose ranks take turns, and brings what they tell to the others: it is their `Mail`.
 
     Args:
         pipeline: the module over the ranks.
 
     Attributes:
         needed: whether a step has ended where it comes back to an earlier stage.
+        rank: this rank.
+        ranks: how many there are.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.needed = False
-        self._pipeline = pipeline
-        self._ranks = [pipeline.placement[0, stage] for stage, span in enumerate(pipeline.stage_layers) for _ in span]
+        self._pipeline, self._transport = pipeline, pipeline.transport
+        self.rank, self.ranks = pipeline.transport.rank, pipeline.transport.topology.ranks
+        self._sending: list[Work] = []
+        spans = enumerate(pipeline.stage_layers)
+        self._rank_of_layer = [pipeline.placement[0, stage] for stage, span in spans for _ in span]
         self._places: dict[Any, int] = {}
 
     def run(self, batch: Batch) -> dict[int, Any]:
         """Run the step for all micro-batches; returns what it returned, on the rank with the loss of pipe 0."""
         self._pipeline.executor.stages.interceptor.state.begin_batch()
+        self._sending.clear()  # those of a batch that has failed
         for micro_batch in range(len(batch.micro_batches)):
             self._run(batch, micro_batch)
         return batch.results
 
     def _run(self, batch: Batch, micro_batch: int) -> None:
-        pipeline, mail = self._pipeline, _Mail(self._pipeline.transport)
+        pipeline = self._pipeline
         stages, last = pipeline.executor.stages, pipeline.loss_ranks[0]
         run = TurnRun(
             pipeline.names,
-            self._ranks,
+            self._rank_of_layer,
             last,
-            mail,
+            self,
             self._place,
-            lambda *key: batch.streams.isolated(micro_batch, *key),
+            partial(batch.streams.isolated, micro_batch),
             batch.streams.generators,
             stages.interceptor.cache,
         )
@@ -63,8 +69,9 @@ class Turns:
         begin_pass(0)
         result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
         batch.streams.end_user_code()
-        mail.wait()
-        if mail.rank == last:
+        while self._sending:
+            self._sending.pop().wait()
+        if self.rank == last:
             batch.keep(micro_batch, None, result)
 
     def _place(self, name: str, tensors: Iterable[Tensor], holder: int) -> int:
@@ -84,19 +91,6 @@ class Turns:
             self._places[key] = holder if holder in owners else owners[0]
         return self._places[key]
 
-
-class _Mail:
-    """Brings objects to the other ranks of the pipeline.
-
-    Args:
-        transport: this process's transport.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.rank, self.ranks = transport.rank, transport.topology.ranks
-        self._sending: list[Work] = []
-
     def send(self, obj: Any, rank: int) -> None:
         """Start to send an object."""
         self._sending.append(self._transport.send_object(obj, rank, _TAG))
@@ -104,8 +98,3 @@ class _Mail:
     def receive(self, rank: int) -> Any:
         """The next object that a rank sends."""
         return self._transport.receive_object(rank, _TAG)
-
-    def wait(self) -> None:
-        """Wait for all that is being sent."""
-        for work in self._sending:
-            work.wait()
