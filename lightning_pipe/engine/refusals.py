@@ -36,11 +36,16 @@ def check_module(module: nn.Module) -> None:
         )
     by_frequency = next((name for name, part in module.named_modules() if getattr(part, "scale_grad_by_freq", 0)), None)
     if by_frequency is not None:
-        raise PartitionError(
-            f"'{by_frequency}' has scale_grad_by_freq: it divides gradients by how often an index is in the batch, "
-            "which a micro-batch does not know.",
-            hint="Make it without scale_grad_by_freq=True.",
-        )
+        raise scaled_by_frequency(f"'{by_frequency}'")
+
+
+def scaled_by_frequency(what: str) -> PartitionError:
+    """The error for gradients that are no sums over samples, for the module or function that computes them."""
+    return PartitionError(
+        f"{what} has scale_grad_by_freq: it divides gradients by how often an index is in the batch, which a "
+        "micro-batch does not know.",
+        hint="Leave scale_grad_by_freq=True out.",
+    )
 
 
 def check_division(module: nn.Module, layers: Sequence[tuple[str, nn.Module]], stages: int) -> None:

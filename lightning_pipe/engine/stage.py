@@ -117,7 +117,7 @@ class Stages:
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
         first, around = self.interceptor.state.begin_first(), self.interceptor.attributes_around()
-        with nothing_saved(), self.interceptor.buffers.noted(first[0], thorough=batch.thorough):
+        with _telling(), nothing_saved(), self.interceptor.buffers.noted(first[0], thorough=batch.thorough):
             saved, crossings = self.forward(stage, micro_batch, batch, copies)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         sums = _sums(saved, crossings) if batch.thorough else None
@@ -225,16 +225,24 @@ class Stages:
 
 @contextmanager
 def _telling() -> Iterator[None]:
-    """Around a backward pass: say why what it needs may have changed in place since its forward pass.
+    """Around what depends on what graphs keep: say why torch cannot do it in a pipeline, and what can be done.
 
     Raises:
-        CutError: it has.
+        CutError: what a backward pass needs has changed in place, or code differentiates where nothing is kept.
     """
     try:
         yield
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, PipeError) or "modified by an inplace operation" not in text:
+        if isinstance(error, PipeError):
+            raise
+        if "support saved tensor hooks" in text:
+            raise CutError(
+                "a step or layer uses torch.func (grad, vjp, jacrev, hessian), which torch refuses where nothing is "
+                "kept for a backward pass, as in the first of the two runs with recompute.",
+                hint="Use recompute='never', or torch.autograd.grad within the layer.",
+            ) from error
+        if "modified by an inplace operation" not in text:
             raise
         found = re.search(r"\[.*?\](?= is at version)|\[[^\]]* \[[^\]]*\]\]", text)
         raise CutError(

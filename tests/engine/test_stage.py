@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.stage import Saved, loss_of
-from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.crossing import Returned
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.single_process import SingleProcess
+from tests.support.engine_runs import assert_same, pipelined
 
 PARTS = [torch.ones(1, 2)] * 3
 
@@ -62,3 +63,43 @@ def test_a_backward_pass_frees_its_graph_itself(monkeypatch: Any) -> None:
 def test_a_loss_is_one_real_number(loss: Tensor) -> None:
     with pytest.raises(ConfigurationError, match="must be a single real number, not a torch"):
         loss_of(loss)
+
+
+class Differentiates(nn.Module):
+    """Gives the gradient of what a layer computes."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.weight = way, nn.Parameter(torch.ones(2))
+
+    def energy(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight).pow(2).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "torch.func":
+            return torch.func.grad(self.energy)(x)
+        with torch.enable_grad():
+            entry = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(entry), entry, create_graph=True)[0]
+
+
+class Derivatives(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).pow(2).mean()
+
+
+def derivatives(way: str) -> tuple[nn.Module, list[Any]]:
+    """A module of two such layers, and its batches."""
+    torch.manual_seed(0)
+    return Derivatives(*(Differentiates(way) for _ in range(2))), [{"input": torch.randn(6, 2)} for _ in range(2)]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("way", "recompute"), [("torch.func", "never"), ("torch.autograd", "always")])
+def test_layers_may_give_derivatives(way: str, recompute: str) -> None:
+    assert_same(*derivatives(way), recompute=recompute)
+
+
+def test_derivatives_by_torch_func_are_refused_with_recompute() -> None:
+    with pytest.raises(CutError, match=r"uses torch.func .*\n.*recompute='never', or torch.autograd.grad"):
+        pipelined(*derivatives("torch.func"), 2, recompute="always")

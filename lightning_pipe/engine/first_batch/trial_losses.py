@@ -28,7 +28,7 @@ from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.first_batch.trial_runs import NotRandom, leaving_no_trace, not_random, put_back
 from lightning_pipe.engine.stage import Crossings, Saved, Stages, loss_of
-from lightning_pipe.errors import CutError, RepeatedRunError
+from lightning_pipe.errors import CutError, PartitionError, RepeatedRunError
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.random_streams import RandomStreams
@@ -146,7 +146,7 @@ class _Trial(Stages):
                     seen.losses.append(float(loss))
                     rounding = _rounding(self.interceptor.module, loss, self.functions.autocast)
                     seen.rounding = max(seen.rounding, rounding)
-            except RepeatedRunError:
+            except (RepeatedRunError, PartitionError):
                 raise
             except CutError:
                 seen.reason = seen.reason or _OTHER_WAY

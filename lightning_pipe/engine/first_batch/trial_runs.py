@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_pipe.engine.refusals import scaled_by_frequency
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.intercept.recompute import BufferGuard, recomputing
@@ -81,6 +82,8 @@ def parameters_kept(parts: Iterable[nn.Module], *, trained: bool = True) -> Iter
 class NotRandom(TorchFunctionMode):
     """Functions for dropout do nothing; notes whether others draw, in layers too, and in which type they compute.
 
+    Losses do not show that gradients are no sums over samples: functions that are asked for such are refused.
+
     Args:
         state: that of the generators.
 
@@ -102,6 +105,8 @@ class NotRandom(TorchFunctionMode):
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 self.autocast = torch.get_autocast_dtype(kind)
+        if kwargs.get("scale_grad_by_freq"):
+            raise scaled_by_frequency(f"A call of {name}()")
         if name == "scaled_dot_product_attention":
             args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
             kwargs = {**kwargs, "dropout_p": 0.0} if len(args) < 5 else kwargs

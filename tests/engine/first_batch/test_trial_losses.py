@@ -20,7 +20,7 @@ from lightning_pipe.batches import loss_checks
 from lightning_pipe.config import RunLayout
 from lightning_pipe.engine.first_batch.trial_losses import TrialLosses
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
-from lightning_pipe.errors import CutError
+from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
@@ -388,6 +388,33 @@ class CountsElsewhere(MeanOfSamples):
 def test_what_a_look_changes_and_the_step_computes_with_is_refused() -> None:
     with pytest.raises(CutError, match=r"when it runs for it again.*\n?.*on_train_batch_start"):
         fit(CountsElsewhere(), Batches().batches, layers="layers", stages=1)
+
+
+class ByFrequency(MeanOfSamples):
+    """Looks up its embeddings by torch's function, outside the layers or in one of them."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        if place == "layer":
+            self.layers.insert(0, LooksUp(self.embed))
+            self.embed = nn.Identity()
+        else:
+            self.embed = LooksUp(self.embed)
+
+
+class LooksUp(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight, scale_grad_by_freq=True)
+
+
+@pytest.mark.parametrize("place", ["step", "layer"])
+def test_gradients_by_frequency_are_refused_where_a_function_is_asked_for_them(place: str) -> None:
+    with pytest.raises(PartitionError, match=r"call of embedding\(\) has scale_grad_by_freq: it divides gradients"):
+        fit(ByFrequency(place), Batches().batches, layers="layers", stages=1)
 
 
 class PickyLayer(Layer):
