@@ -10,7 +10,7 @@ Source: GPipe, arXiv:1811.06965v5, section 2.3.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,16 +129,8 @@ class BufferGuard:
         """
         before = self._now()
         formers |= {key: buffer.clone() for key, buffer in before.items() if isinstance(key[0], NormBase)}
-        # Versions do not tell what changes behind autograd's back, as in `torch.nn.functional.batch_norm` (torch 2.13).
-        others = [
-            (key, buffer, version_of(buffer), buffer.clone() if thorough else None)
-            for key, buffer in before.items()
-            if not (key in formers or isinstance(buffer, AbsentTensor))
-        ]
-        yield
-        for (module, name), buffer, version, value in others:
-            if version_of(buffer) != version or not (value is None or same_values(buffer, value)):
-                raise found_changed(f"buffer '{name}' of a {type(module).__name__}")
+        with _unchanged({key: buffer for key, buffer in before.items() if key not in formers}, thorough=thorough):
+            yield
 
     @contextmanager
     def restored(self, *, copies: bool = False) -> Iterator[None]:
@@ -146,14 +138,33 @@ class BufferGuard:
 
         Args:
             copies: whether copies stand in their place meanwhile, which it may change.
+
+        Raises:
+            CutError: one of them has changed in place.
         """
         before = self._now()
-        # Others in their place, not other values in them: graphs of other micro-batches may refer to the buffers.
-        put_all({key: buffer.clone() for key, buffer in before.items()} if copies else {})
-        try:
-            yield
-        finally:
-            put_all(before)
+        with _unchanged(before):
+            # Others in their place, not other values in them: graphs of other micro-batches may refer to the buffers.
+            put_all({key: buffer.clone() for key, buffer in before.items()} if copies else {})
+            try:
+                yield
+            finally:
+                put_all(before)
 
     def _now(self) -> dict[Key, Tensor]:
         return {key: buffer for key in self._keys if isinstance(buffer := now(*key), Tensor)}
+
+
+@contextmanager
+def _unchanged(buffers: Mapping[Key, Tensor], *, thorough: bool = False) -> Iterator[None]:
+    """Around a run: tensors that are buffers stay as they are, whatever stands in their place."""
+    # Versions do not tell what changes behind autograd's back, as in `torch.nn.functional.batch_norm` (torch 2.13).
+    before = [
+        (key, buffer, version_of(buffer), buffer.clone() if thorough else None)
+        for key, buffer in buffers.items()
+        if not isinstance(buffer, AbsentTensor)
+    ]
+    yield
+    for (module, name), buffer, version, value in before:
+        if version_of(buffer) != version or not (value is None or same_values(buffer, value)):
+            raise found_changed(f"buffer '{name}' of a {type(module).__name__}")
