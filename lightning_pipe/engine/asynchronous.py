@@ -114,6 +114,7 @@ class AsynchronousPipeline:
         version, first = self.stream.version, number * most
         batch.using = lambda _, index: self.versions.using(number, version(self._rank, first + index))
         self._in_flight[number] = batch
+        self._pipeline.executor.batches |= {first + index: (batch, index) for index in range(size)}
         return self._call()
 
     def drain(self) -> Iterator[CallResult]:
@@ -130,13 +131,13 @@ class AsynchronousPipeline:
         pipeline, call, number = self._pipeline, self.stream.call(self._rank, self._calls), self._calls
         start, busy = time.perf_counter(), pipeline.executor.busy
         known = pipeline.ownership.users_known
-        actions = [action for action in call.actions if self._exists(action.micro_batch)]
+        actions = [action for action in call.actions if action.micro_batch in pipeline.executor.batches]
         try:
             # This object only puts the generators back after the call; every batch brings streams of its own.
             streams = RandomStreams(0, pipeline.transport.device)
             self.versions.begin_call()
             with torch.enable_grad(), pipeline.running(streams):
-                pipeline.executor.advance(actions, call.again, self._find, number, self._lag)
+                pipeline.executor.advance(actions, call.again, number, self._lag)
         except BaseException:
             self.drop()
             raise
@@ -166,11 +167,12 @@ class AsynchronousPipeline:
         """Forget a batch that is done on all ranks, and agree on what micro-batches like its own are to carry."""
         if self._in_flight.pop(number, None) is None:
             return
-        size = self.stream.micro_batches
+        size, executor = self.stream.micro_batches, self._pipeline.executor
+        own = range(number * size, (number + 1) * size)
+        for micro_batch in own:
+            executor.batches.pop(micro_batch, None)
         # A batch that comes after its last call finds the same plans at both ends.
-        self._pipeline.executor.exchange.agree(
-            range(number * size, (number + 1) * size), since=(number + self.stream.lag + 1) * size
-        )
+        executor.exchange.agree(own, since=(number + self.stream.lag + 1) * size)
 
     def drop(self) -> None:
         """Give up what is in flight."""
@@ -185,15 +187,6 @@ class AsynchronousPipeline:
 
     def _serial(self, number: int) -> int:
         return self._before + number
-
-    def _exists(self, micro_batch: int | None) -> bool:
-        number, index = divmod(micro_batch or 0, self.stream.micro_batches)
-        batch = self._in_flight.get(number)
-        return batch is not None and index < len(batch.micro_batches)
-
-    def _find(self, micro_batch: int) -> tuple[Batch, int]:
-        number, index = divmod(micro_batch, self.stream.micro_batches)
-        return self._in_flight[number], index
 
     # ------------------------------------------------------------------ what cannot be exact
 

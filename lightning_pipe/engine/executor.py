@@ -22,10 +22,6 @@ from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.schedules.dependencies import in_one
 from lightning_pipe.simulate import Event
 
-Find = Callable[[int], tuple[Batch, int]]
-"""The batch that a micro-batch of the schedule belongs to, and its number in it."""
-
-
 Prepared = tuple[Action, Callable[[], None]]
 """An action, and what runs it."""
 
@@ -64,6 +60,7 @@ class Executor:
         skips: pairs of stages, not neighbours, of which the first sends to the second.
         events: where to note when each action computed, in seconds of the clock; ``None``: nowhere.
         clock: the host's monotonic one, which does not wait for a GPU.
+        batches: for each micro-batch of the schedule its batch, and its number in it; `advance` is told of them here.
 
     Attributes:
         later: for each stage those that it sends to, neighbours first.
@@ -79,7 +76,7 @@ class Executor:
     busy: float = 0.0
     events: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
-    _find: Find = field(init=False)
+    batches: dict[int, tuple[Batch, int]] = field(default_factory=dict)
     # the actions of the last batch, which mostly come again
     _actions: Sequence[Action] = ()
     _prepared: Sequence[Prepared] = ()
@@ -123,12 +120,12 @@ class Executor:
         with self._whole():
             if batch.training:
                 self.exchange.begin_batch((batch.thorough, *batch.signatures))  # whose words are others
-            self._loop(self._prepared, lambda micro_batch: (batch, micro_batch))
+            self.batches |= {index: (batch, index) for index in range(len(batch.micro_batches))}
+            self._loop(self._prepared)
             self.exchange.end_batch()
+        self.batches.clear()
 
-    def advance(
-        self, actions: Sequence[Action], again: Container[tuple[int, int]], find: Find, number: int, lag: int
-    ) -> None:
+    def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], number: int, lag: int) -> None:
         """Run one call of an asynchronous schedule, or an action of batches that follow each other.
 
         What it leaves under way stays so.
@@ -136,12 +133,11 @@ class Executor:
         Args:
             actions: the call's actions; micro-batches are numbered over all batches.
             again: the forwards among them that a later call runs again, as ``(stage, micro_batch)``.
-            find: knows the batch of a micro-batch.
             number: of the call.
             lag: see `BoundaryExchange.end_call`.
         """
         with self._whole():
-            self._loop(self._prepare(actions, again), find)
+            self._loop(self._prepare(actions, again))
             self.exchange.end_call(number, lag)
 
     def empty(self) -> None:
@@ -172,8 +168,7 @@ class Executor:
             return partial(self._forward, action, StageKey.of(action), again=True)
         return partial(self._methods[action.kind], action, _subject(action))
 
-    def _loop(self, steps: Sequence[Prepared], find: Find) -> None:
-        self._find = find
+    def _loop(self, steps: Sequence[Prepared]) -> None:
         board = self.exchange.transport.board
         for action, run in steps:
             if board is not None:
@@ -185,6 +180,7 @@ class Executor:
         """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
         self.exchange.reset()
         self._under_way.clear()
+        self.batches.clear()
 
     def _note(self, action: Action, start: float, end: float | None = None) -> None:
         """Note when an action has computed, to ``end`` or now; waiting for its input was not part of it."""
@@ -198,7 +194,7 @@ class Executor:
 
     def _forward(self, action: Action, here: StageKey, *, again: bool = False) -> None:
         inbound = self._collect(here)  # waits; the time that follows is the stage's own
-        batch, index = self._find(here.micro_batch)
+        batch, index = self.batches[here.micro_batch]
         start = self.clock()
         with batch.using(here.stage, index):
             if again:
@@ -213,9 +209,9 @@ class Executor:
     def _joint_forward(self, pair: Sequence[Action]) -> None:
         keys = [StageKey.of(each) for each in pair]
         received = [self._collect(here) for here in keys]
-        batch, _ = self._find(keys[0].micro_batch)
+        batch, _ = self.batches[keys[0].micro_batch]
         start = self.clock()
-        passes = self.joint.run(pair[0].stage, [self._find(here.micro_batch)[1] for here in keys], batch, received)
+        passes = self.joint.run(pair[0].stage, [self.batches[here.micro_batch][1] for here in keys], batch, received)
         middle = (start + self.clock()) / 2
         self._note(pair[0], start, middle)
         self._note(pair[1], middle)
@@ -247,7 +243,7 @@ class Executor:
         return inbound
 
     def _recompute(self, action: Action, here: StageKey) -> None:
-        batch, index = self._find(here.micro_batch)
+        batch, index = self.batches[here.micro_batch]
         start = self.clock()
         with batch.using(here.stage, index):
             self._under_way.save(here, self.stages.recompute(here.stage, index, batch, self._under_way.kept.pop(here)))
@@ -264,7 +260,7 @@ class Executor:
             # A tensor leaves for one later stage alone, so no number comes back twice.
             gradients |= received.gradients
             used |= received.used
-        batch, index = self._find(here.micro_batch)
+        batch, index = self.batches[here.micro_batch]
         start = self.clock()
         # a layer that checkpoints itself runs again in its backward pass
         with batch.using(here.stage, index):
@@ -280,7 +276,7 @@ class Executor:
             self._under_way.gradients[BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)] = own
 
     def _backward_weight(self, action: Action, here: StageKey) -> None:
-        batch, index = self._find(here.micro_batch)
+        batch, index = self.batches[here.micro_batch]
         start = self.clock()
         with batch.using(here.stage, index):
             self.stages.backward_weight(self._under_way.saved.pop(here))
@@ -305,7 +301,7 @@ class Executor:
         self.reduce(action.stage)
 
     def _signature(self, micro_batch: int) -> Hashable:
-        batch, index = self._find(micro_batch)
+        batch, index = self.batches[micro_batch]
         return batch.signatures[index]
 
 

@@ -49,14 +49,12 @@ class StreamedEvaluation:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+        self._pipeline, self._executor = pipeline, pipeline.executor
         self._ranks = [pipeline.placement[0, stage] for stage in range(len(pipeline.balance))]
-        self._later = pipeline.executor.later
         self.order = EvaluationOrder(self._ranks)
         # what a batch sends is there when the one so many batches later begins
         self.lag = len(self._ranks) + 1 + self.order.ahead
         self._actions: deque[tuple[int, Action]] = deque()
-        self._batches: dict[int, Batch] = {}
         self._ended = 0
 
     def begin(self, number: int, step: StepFunction, batch: Any, *, seed: int = 0) -> Batch:
@@ -68,8 +66,9 @@ class StreamedEvaluation:
             batch: the batch, whole.
             seed: the seed of its random streams.
         """
-        self._batches[number] = made = self._pipeline.evaluation_batch(step, [batch], seed)
+        made = self._pipeline.evaluation_batch(step, [batch], seed)
         made.ahead = True
+        self._executor.batches[number] = made, 0
         return made
 
     def proceed(self) -> int:
@@ -78,7 +77,7 @@ class StreamedEvaluation:
         All actions of the batch before it have been performed.
         """
         end = self.order.to_end()
-        self._batches.pop(self._ended - 1, None)
+        self._executor.batches.pop(self._ended - 1, None)
         self._ended += 1
         while self.order.slots:
             slot, passes = self.order.slots.popleft()
@@ -94,24 +93,21 @@ class StreamedEvaluation:
     @counting()
     def perform(self, action: Action) -> None:
         """Run an action."""
-        executor, number = self._pipeline.executor, action.micro_batch or 0
-        forward = action.kind is Kind.FORWARD
-        with self._pipeline.running(self._batches[number].streams) if forward else nullcontext():
-            executor.advance([action], (), self._find, number, self.lag)
+        number, forward = action.micro_batch or 0, action.kind is Kind.FORWARD
+        batch, _ = self._executor.batches[number]
+        with self._pipeline.running(batch.streams) if forward else nullcontext():
+            self._executor.advance([action], (), number, self.lag)
         # no gradients come back, and no rank is so many batches ahead of another
-        executor.exchange.agree((number,), since=number + self.lag)
+        self._executor.exchange.agree((number,), since=number + self.lag)
         if forward:
             self._pipeline.commit_evaluated()
 
     def end(self) -> None:
         """End behind the last batch."""
         self._actions.clear()
-        self._batches.clear()
-        self._pipeline.executor.stages.interceptor.state.begin_batch()
-        self._pipeline.executor.empty()
-
-    def _find(self, micro_batch: int) -> tuple[Batch, int]:
-        return self._batches[micro_batch], 0
+        self._executor.batches.clear()
+        self._executor.stages.interceptor.state.begin_batch()
+        self._executor.empty()
 
     def _lowered(self, passes: list[Pass]) -> Iterator[Action]:
         """What this rank does in a slot: its pass, then the messages that all ranks' passes send."""
@@ -120,7 +116,7 @@ class StreamedEvaluation:
         # in one order of the sending ranks, so that both ends of a pair of ranks post them alike: the last rank first,
         # or a rank would fetch the batch that it is to receive next before it sends what the next stage waits for
         for rank, stage, batch in reversed(passes):
-            for to in self._later[stage]:
+            for to in self._executor.later[stage]:
                 peer = self._ranks[to]
                 other = None if to == stage + 1 else to
                 if rank == mine != peer:
