@@ -126,6 +126,8 @@ def _memory_of(parameters: Iterable[nn.Parameter]) -> Memory:
 
 def _move(memory: Memory) -> None:
     """Let parameters lie somewhere else."""
-    for parameter, (data, _) in memory.items():
-        parameter.data = data
-    set_version_counter(tuple(memory), tuple(changes for _, changes in memory.values()))
+    if memory:
+        for parameter, (data, _) in memory.items():
+            parameter.data = data
+        set_version_counter(tuple(memory), tuple(changes for _, changes in memory.values()))
+        torch.clear_autocast_cache()  # has what it has made of parameters by the objects, which are the same

@@ -65,6 +65,17 @@ def test_a_backward_pass_runs_on_the_version_of_its_forward_pass() -> None:
         assert linear(point).item() == 5.0
 
 
+def test_autocast_makes_its_copies_of_each_version() -> None:
+    weights, linear = versions()
+    weights.begin_call()
+    weights.step(oldest=0)
+    linear.weight.data.fill_(5.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        for version in (0, 1, 0):
+            with weights.using(0, version):
+                assert linear(torch.ones(1, 1)).item() == (5.0 if version else 1.0)
+
+
 def test_parameters_of_a_class_of_their_own_are_refused() -> None:
     class Own(nn.Parameter):
         pass
