@@ -249,9 +249,9 @@ def _telling() -> Iterator[None]:
             f"the backward pass of a micro-batch needs a tensor {found[0] if found else ''} that has changed in place "
             "since its forward pass. One device runs each backward pass before the next forward pass; here others come "
             "between the two, and what a stage before the last one has changed is put back.",
-            hint="Change it in a hook, such as on_train_batch_end; or set another tensor in its place in the forward "
-            "pass (`self.scale = self.scale * 0.9`). If training fails on one device, too, the error is in the code "
-            "that changes it.",
+            hint="Change it in a hook, such as on_train_batch_end (where 'pipedream' and 'pipedream_2bw' have batches "
+            "under way as well: use '1f1b'); or set another tensor in its place in the forward pass (`self.scale = "
+            "self.scale * 0.9`). If training fails on one device, too, the error is in the code that changes it.",
         ) from error
 
 

@@ -65,6 +65,18 @@ def test_a_backward_pass_runs_on_the_version_of_its_forward_pass() -> None:
         assert linear(point).item() == 5.0
 
 
+def test_a_change_between_the_passes_of_a_batch_is_noticed() -> None:
+    """As by a hook that clamps weights, in a call without a step: no memory has the former values."""
+    weights, linear = versions()
+    weights.begin_call()
+    with weights.using(0, version=0):
+        result = linear(torch.ones(1, 1, requires_grad=True))
+    with torch.no_grad():
+        linear.weight.clamp_(max=0.5)
+    with weights.using(0, version=0), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
 def test_autocast_makes_its_copies_of_each_version() -> None:
     weights, linear = versions()
     weights.begin_call()
