@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -15,7 +16,7 @@ from lightning_pipe.construction import materialize
 from lightning_pipe.engine.refusals import check_division
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
-from lightning_pipe.parameters.gradient_groups import HeldParameter, uses_of_ranks
+from lightning_pipe.parameters.gradient_groups import Held
 from lightning_pipe.parameters.ownership import Ownership, named_tensors
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -177,7 +178,7 @@ class PartitionedModule:
         """The parameters this rank holds, each once."""
         return ((name, p) for name, p in self.module.named_parameters() if self.holds(name))
 
-    def held_parameters(self) -> Iterator[HeldParameter]:
+    def held_parameters(self) -> Iterator[Held]:
         """The parameters of this rank, with the stage that alone uses each."""
         stages: dict[int, set[int]] = {}
         for stage in self.stages_here:
@@ -188,7 +189,7 @@ class PartitionedModule:
             owners, users = self.owners(name), stages.get(id(parameter), set())
             # A parameter that another stage, or code outside the layers, also uses gets its last gradient elsewhere.
             is_of_one = len(users) == 1 and self.ownership.in_layers_alone(name) and owners == self.holders(min(users))
-            yield HeldParameter(parameter, owners, min(users) if is_of_one else None)
+            yield parameter, owners, min(users) if is_of_one else None
 
     def make_groups(self) -> None:
         """Prepare the groups of processes that have something in common. Collective."""
@@ -210,9 +211,15 @@ class PartitionedModule:
             sharded: has the parameters that the replicas divide: the ranks of one pipeline then sum parts.
         """
         used = self.ownership.used if sharded is None else sharded.together(self.ownership.used)
-        self.ownership.learn_users(uses_of_ranks(self.transport, self.placement, used))
+        topology, stages_of = self.transport.topology, self.sample_schedule().stages_of
+        by_stages: defaultdict[tuple[int, ...], set[str]] = defaultdict(set)
+        found = self.transport.all_gather_object(used, topology.same_tensor_rank)
+        for process, names in zip(topology.same_tensor_rank, found, strict=True):
+            by_stages[stages_of(topology.locate(process)[1])] |= names
+        # A rank that has had no micro-batch yet will use what others with the same stages do.
+        self.ownership.learn_users([by_stages[stages_of(rank)] for rank in range(topology.ranks)])
         # Groups of processes are made in the same order everywhere, or the library that makes them hangs.
-        topology, owner_sets = self.transport.topology, sorted(self._owner_sets())
+        owner_sets = sorted(self._owner_sets())
         self.transport.make_groups([topology.holders(owners) for owners in owner_sets])
         if sharded is not None:
             sharded.forget(self.holds)

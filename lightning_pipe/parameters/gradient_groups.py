@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -19,18 +19,8 @@ if TYPE_CHECKING:
 _DIVIDED, _SHARED, _STAGE = -1, 0, 1
 
 
-class HeldParameter(NamedTuple):
-    """A parameter that this rank holds.
-
-    Args:
-        parameter: the parameter.
-        owners: the pipeline ranks that hold it, ascending.
-        stage: the stage that alone uses it, on all of these ranks; ``None`` if there is no such stage.
-    """
-
-    parameter: nn.Parameter
-    owners: tuple[int, ...]
-    stage: int | None
+Held = tuple[nn.Parameter, tuple[int, ...], int | None]
+"""A parameter of this rank, the pipeline ranks that hold it, ascending, and the stage that alone uses it, if any."""
 
 
 class GradientGroups(GradientSync):
@@ -54,7 +44,7 @@ class GradientGroups(GradientSync):
         self.sharded: FullySharded | None = None
         self.scattered = self.overlapped = False
 
-    def form(self, held: Iterable[HeldParameter], stages: Iterable[int]) -> None:
+    def form(self, held: Iterable[Held], stages: Iterable[int]) -> None:
         """Take up the parameters of this rank.
 
         Args:
@@ -107,27 +97,3 @@ class GradientGroups(GradientSync):
             self.sharded.stage_done(stage)
         if self.overlapped and self._entries:
             self.start((_STAGE, stage))
-
-
-def uses_of_ranks(
-    transport: Transport, placement: Mapping[tuple[int, int], int], used: Iterable[str]
-) -> Sequence[set[str]]:
-    """For each pipeline rank the outside parameters that it uses. Collective over the world.
-
-    Args:
-        transport: the rank's transport.
-        placement: ``(pipe, stage) -> rank``.
-        used: what this rank has used.
-    """
-    topology = transport.topology
-    by_rank: list[set[str]] = [set() for _ in range(topology.ranks)]
-    found = transport.all_gather_object(sorted(used), topology.same_tensor_rank)
-    for process, names in zip(topology.same_tensor_rank, found, strict=True):
-        by_rank[topology.locate(process)[1]].update(names)
-    # a rank that has had no micro-batch yet will use what others with the same stages do
-    stages = [
-        frozenset(stage for (_, stage), owner in placement.items() if owner == rank) for rank in range(len(by_rank))
-    ]
-    return [
-        set().union(*(used for used, theirs in zip(by_rank, stages, strict=True) if theirs == own)) for own in stages
-    ]

@@ -10,7 +10,7 @@ from lightning_pipe.engine.partitioned_module import PartitionedModule
 from lightning_pipe.errors import PartitionError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.topology import Topology
-from tests.support.threads import thread_world
+from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 WEIGHTS = ("weight", "bias")
 
@@ -40,7 +40,20 @@ def test_the_same_rank_of_every_replica_holds_the_same_names() -> None:
 def test_both_holders_of_a_stage_with_twins_hold_its_parameters() -> None:
     first, last = divided("chimera", [2, 2])
     assert first.holders(0) == last.holders(1) == (0, 1)
-    assert [held.stage for held in first.held_parameters()] == [0] * 4 + [1] * 4
+    assert [stage for *_, stage in first.held_parameters()] == [0] * 4 + [1] * 4
+
+
+def test_ranks_with_the_same_stages_use_the_same_parameters() -> None:
+    def run(transport: ThreadTransport) -> list[tuple[int, ...]]:
+        module = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("embed", "one", "two", "head")})
+        layers = [(name, module[name]) for name in ("one", "two")]
+        own = PartitionedModule(module, layers, [1, 1], schedules.PipeDream(replicas=(2, 1)), transport)
+        assert [own.holders(stage) for stage in range(2)] == [(0, 1), (2,)]
+        own.ownership.used |= {0: {"embed.weight"}, 2: {"head.weight"}}.get(transport.rank, set())
+        own.agree_on_users()
+        return [own.owners(f"{name}.weight") for name in module]
+
+    assert run_threads(thread_world(Topology(3, loss_rank=2)), run) == [[(0, 1), (0, 1), (2,), (2,)]] * 3
 
 
 def test_a_balance_that_leaves_layers_over_is_refused() -> None:

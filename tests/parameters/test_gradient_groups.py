@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.parameters.gradient_groups import GradientGroups, HeldParameter, uses_of_ranks
+from lightning_pipe.parameters.gradient_groups import GradientGroups, Held
 from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family
@@ -29,10 +29,10 @@ def test_gradients_are_summed_over_replicas_and_over_ranks_that_share() -> None:
         rank = transport.rank
         transport.make_groups([(0, 2), (1, 3)])
         groups = GradientGroups(transport)
-        held = [
-            HeldParameter(own, (rank,), rank),
-            HeldParameter(tied, (0, 1), None),
-            HeldParameter(alone, (0, 1), None),
+        held: list[Held] = [
+            (own, (rank,), rank),
+            (tied, (0, 1), None),
+            (alone, (0, 1), None),
         ]
         groups.form(held, [rank])
         for parameter in (own, tied):
@@ -57,16 +57,6 @@ def test_gradients_are_summed_over_replicas_and_over_ranks_that_share() -> None:
     )
 
 
-def test_ranks_with_the_same_stages_use_the_same_parameters() -> None:
-    def run(transport: ThreadTransport) -> list[set[str]]:
-        used = {0: {"head"}, 1: {"embed"}, 2: set[str]()}[transport.rank]
-        placement = {(0, 0): 1, (0, 1): 0, (1, 1): 2, (1, 0): 1}
-        return list(uses_of_ranks(transport, placement, used))
-
-    expected = [{"head"}, {"embed"}, {"head"}]
-    assert run_threads(thread_world(Topology(3)), run) == [expected] * 3
-
-
 def test_sums_go_to_who_updates() -> None:
     def run(transport: ThreadTransport) -> tuple[list[bool], tuple[int, ...], list[bool]]:
         own, alone, tied = (nn.Parameter(torch.ones(size)) for size in (3, 1, 2))
@@ -76,10 +66,10 @@ def test_sums_go_to_who_updates() -> None:
         assert groups.counts(own, first=True)  # as long as nobody knows who updates
         assert groups.members_with_all == tuple(sorted(transport.topology.pipeline_processes(transport.replica)))
         rank = transport.rank
-        held = [
-            HeldParameter(own, (rank,), rank),
-            HeldParameter(tied, (0, 1), None),
-            HeldParameter(alone, (rank,), rank),
+        held: list[Held] = [
+            (own, (rank,), rank),
+            (tied, (0, 1), None),
+            (alone, (rank,), rank),
         ]
         groups.form(held, [rank])
         for parameter in (own, tied, alone):
