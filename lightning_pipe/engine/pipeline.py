@@ -27,8 +27,8 @@ from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import counting
-from lightning_pipe.parameters.buffer_sync import BufferSync
-from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, discard_all, end_passes
+from lightning_pipe.parameters.buffer_sync import BufferSync, buffer_values
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, end_passes
 from lightning_pipe.parameters.gradient_groups import GradientGroups
 from lightning_pipe.schedules import Action, Family, Kind, forward_only, lower
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
@@ -103,7 +103,7 @@ class Pipeline(PartitionedModule):
         self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures: dict[Hashable, int] = {}
         self.program = cache(self._lowered)
-        self._buffer_sync = BufferSync(module, self.names, transport, self.holding_processes)
+        self._buffer_sync = BufferSync(module, self.names, transport, self.owners)
         if deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         self._connect()
@@ -195,8 +195,7 @@ class Pipeline(PartitionedModule):
         self.reductions.overlapped = reduce
         # Nothing is reduced while the first batch runs: who holds what outside the layers is known at its end.
         first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
-        if first:
-            self._buffer_sync.begin()
+        buffers = buffer_values(self.module) if first else {}
         batch = self.batch(step, micro_batches, weights, seed, training=True)
         batch.cut = cut
         if (sharded := self.reductions.sharded) is not None:
@@ -206,7 +205,7 @@ class Pipeline(PartitionedModule):
         if not self.ownership.users_known:
             self.agree_on_holders()
             # After the holders are known: they decide which processes have a buffer in common.
-            self._buffer_sync.agree(lambda name: len(self.owners(name)), len(micro_batches))
+            self._buffer_sync.agree(buffers, len(micro_batches))
         if reduce:
             # Of later batches most are under way: `GradientGroups.stage_done` starts each when its stage is done.
             self.reduce_gradients()
@@ -332,7 +331,8 @@ class Pipeline(PartitionedModule):
                 yield
         except BaseException:
             # What norms have noted of a failed batch must not count in the next one.
-            discard_all(self.norms)
+            for norm in self.norms:
+                norm.pending = {}
             raise
         finally:
             end_passes()

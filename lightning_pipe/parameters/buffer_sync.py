@@ -28,43 +28,33 @@ class BufferSync:
         module: the user's module.
         layers: dotted names of the layers.
         transport: reaches the other processes.
-        members: ``members(name)``: the processes that hold a buffer, sorted.
+        owners: ``owners(name)``: the ranks of a pipeline that hold a buffer.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layers: Sequence[str],
-        transport: Transport,
-        members: Callable[[str], Sequence[int]],
+        self, module: nn.Module, layers: Sequence[str], transport: Transport, owners: Callable[[str], tuple[int, ...]]
     ) -> None:
-        self._module, self._transport, self._members = module, transport, members
+        self._module, self._transport, self._owners = module, transport, owners
         self._layers = tuple(f"{name}." for name in layers)
-        self._before: dict[str, Tensor] = {}
         self._changing: list[str] = []
 
-    def begin(self) -> None:
-        """Before the first batch."""
-        self._before = _values(self._module)
-
-    def agree(self, copies: Callable[[str], int], micro_batches: int) -> None:
-        """After it. Collective.
+    def agree(self, before: Mapping[str, Tensor], micro_batches: int) -> None:
+        """After the first batch. Collective.
 
         Args:
-            copies: ``copies(name)``: how many ranks of one pipeline hold a buffer.
+            before: the `buffer_values` before it.
             micro_batches: of the batch.
 
         Raises:
-            CutError: several do, of one that changes. Mostly the layer has raised that already, at its call.
+            CutError: several ranks of a pipeline hold one that changes. Mostly the layer has raised that already.
         """
-        changed = list(_changed(self._module, self._before))
-        self._before = {}
+        changed = list(_changed(self._module, before))
         # A rank sees the changes of its own layers alone.
         everyone = self._transport.topology.same_tensor_rank
         gathered = self._transport.all_gather_object(changed, everyone)
         found = sorted({name for theirs in gathered for name in theirs})
-        self._changing = [name for name in found if self._is_shared(name)]
-        if (copied := next((name for name in self._changing if copies(name) > 1), None)) is not None:
+        self._changing = [name for name in found if name.startswith(self._layers) and len(self._members(name)) > 1]
+        if (copied := next((name for name in self._changing if len(self._owners(name)) > 1), None)) is not None:
             raise in_several_pipes(f"self.{copied}", "a forward pass")
         if found and micro_batches > 1 and self._transport.process == 0:
             warnings.warn(
@@ -81,16 +71,15 @@ class BufferSync:
             return
         buffers = dict(self._module.named_buffers())
         for name in self._changing:
-            members = tuple(self._members(name))
+            members = self._members(name)
             if self._transport.process in members and len(members) > 1:
                 data = buffers[name].detach().contiguous()
                 self._transport.broadcast(data, members[0], members).wait()
                 # By .data: a change that counts would make autograd refuse graphs that have saved the buffer.
                 buffers[name].data.copy_(data)
 
-    def _is_shared(self, name: str) -> bool:
-        """Whether several processes have a buffer of a layer."""
-        return name.startswith(self._layers) and len(self._members(name)) > 1
+    def _members(self, name: str) -> tuple[int, ...]:
+        return self._transport.topology.holders(self._owners(name))
 
 
 class EvaluatedCopies:
@@ -117,7 +106,7 @@ class EvaluatedCopies:
 
     def begin(self) -> None:
         """Before the first batch."""
-        self._before = _values(self._module)
+        self._before = buffer_values(self._module)
 
     def end(self) -> None:
         """Behind the last one. Collective over the pipeline."""
@@ -140,7 +129,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _values(module: nn.Module) -> dict[str, Tensor]:
+def buffer_values(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the buffers: nobody counts changes of their ``.data``."""
     return {name: buffer.detach().clone() for name, buffer in _buffers(module)}
 

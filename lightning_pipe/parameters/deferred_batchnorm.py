@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -219,12 +219,6 @@ def _merge(norms: Sequence[DeferredBatchNorm], members: tuple[int, ...], transpo
         for (number, call, count), mean, deviation in zip(theirs, rows[::2], rows[1::2], strict=True):
             moments, pending = Moments(count, mean, deviation), norms[number].pending
             pending[call] = pending[call].merge(moments) if call in pending else moments
-
-
-def discard_all(norms: Iterable[DeferredBatchNorm]) -> None:
-    """Forget a mini-batch that was given up."""
-    for norm in norms:
-        norm.pending = {}
 
 
 def check_norms(module: nn.Module, processes: int, *, every: bool = False) -> None:
