@@ -264,11 +264,9 @@ class Executor:
         start = self.clock()
         # a layer that checkpoints itself runs again in its backward pass
         with batch.using(here.stage, index):
-            if action.kind is Kind.BACKWARD:
-                returned = self.stages.backward(self._under_way.saved.pop(here), Returned(gradients, used))
-            else:
-                # the graph stays for BACKWARD_WEIGHT
-                returned = self.stages.backward_input(self._under_way.saved[here], Returned(gradients, used))
+            whole = action.kind is Kind.BACKWARD
+            saved = self._under_way.saved.pop(here) if whole else self._under_way.saved[here]  # for BACKWARD_WEIGHT
+            returned = self.stages.backward(saved, Returned(gradients, used), whole=whole)
         self._note(action, start)
         arrived = self._under_way.arrived.pop(here, None)
         for stage in self.earlier[here.stage]:

@@ -185,12 +185,13 @@ class Stages:
                 saved.outbound |= {number: crossing.tensors[number] for number in crossing.differentiable}
         return saved, run.crossings, result
 
-    def backward(self, saved: Saved, came: Returned) -> Returned:
+    def backward(self, saved: Saved, came: Returned, *, whole: bool) -> Returned:
         """Run backward.
 
         Args:
             saved: what the forward pass left.
             came: what has come back from later stages; nothing on the last stage.
+            whole: ``False``: run the half that the previous stage waits for; `backward_weight` does the rest.
 
         Returns:
             What goes back to earlier stages: the gradients of what was received, and the numbers used here or later.
@@ -199,20 +200,15 @@ class Stages:
         # Nothing to start from: no later stage used what left here, or nothing of it is trained.
         if results:
             with _telling():
-                backward(results, arrived)
+                if whole:
+                    backward(results, arrived)
+                else:
+                    entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
+                    saved.split = SplitBackward(results, arrived, entry, saved.whole)
+                    saved.split.input_half()
         returned = saved.returned()
-        saved.release()
-        return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
-
-    def backward_input(self, saved: Saved, came: Returned) -> Returned:
-        """The half of `backward` that the previous stage waits for; `backward_weight` does the rest."""
-        results, arrived = _ends(saved, came.gradients)
-        if results:
-            entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
-            saved.split = SplitBackward(results, arrived, entry, saved.whole)
-            with _telling():
-                saved.split.input_half()
-        returned = saved.returned()
+        if whole:
+            saved.release()
         return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
 
     def backward_weight(self, saved: Saved) -> None:

@@ -49,8 +49,8 @@ def test_a_backward_pass_frees_its_graph_itself(monkeypatch: Any) -> None:
     backward = stages.backward
     left: list[tuple[int, Tensor | None]] = []
 
-    def noting(saved: Saved, came: Returned) -> Any:
-        result = backward(saved, came)
+    def noting(saved: Saved, came: Returned, *, whole: bool) -> Any:
+        result = backward(saved, came, whole=whole)
         left.append((len(saved.outbound), saved.loss))
         return result
 
