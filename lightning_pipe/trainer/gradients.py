@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.mixing import Mixing
-from lightning_pipe.parameters.zero import OptimizerShards
 from lightning_pipe.patches import replaced
 from lightning_pipe.sharding.undone import refer_to_module
 from lightning_pipe.torch_internals import DisableTorchFunctionSubclass
@@ -55,9 +54,8 @@ class Gradients:
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline, *, divides: bool) -> None:
         self.blocked = False
         self._module, self._pipeline, self._divides = module, pipeline, divides
-        self._shards: OptimizerShards | None = None
         self._accumulated = False
-        self._holders_known = pipeline.ownership.users_known
+        self._holders_known = False
         self._seen_old = False  # whether a hook may look at gradients that are about to be zeroed
         self._absent: AbsentGradients | None = None
         self._changed = ExitStack()
@@ -167,8 +165,7 @@ class Gradients:
         """Let holders divide optimizers, once the ranks have agreed who holds which parameter."""
         trainer: Any = self._module.trainer
         reductions, precision = self._pipeline.reductions, trainer.precision_plugin
-        shards = self._shards = reductions.shards
-        assert shards is not None
+        shards = reductions.shards
         shards.drop_states(optimizers)
         after_closure = precision._after_closure
 
@@ -189,7 +186,7 @@ class Gradients:
             ConfigurationError: a hook waits for the gradient of a parameter whose sum one holder alone gets: what it
                 does there, such as an update, the others would lack.
         """
-        for group in self._shards.groups if self._shards is not None else ():
+        for group in self._pipeline.reductions.shards.groups:
             for parameter in group.parameters:
                 if getattr(parameter, "_post_accumulate_grad_hooks", None):
                     raise ConfigurationError(
@@ -201,9 +198,10 @@ class Gradients:
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer state of the parameters that this process holds. Collective where it is divided."""
-        if self._shards is None:
+        if not (self._divides and self._holders_known):
             return optimizer.state_dict()
-        self._shards.gather_states([optimizer])
+        shards = self._pipeline.reductions.shards
+        shards.gather_states([optimizer])
         state = optimizer.state_dict()
-        self._shards.drop_states([optimizer])
+        shards.drop_states([optimizer])
         return state

@@ -98,7 +98,7 @@ class AbsentGradients:
     def _summed_for(self, name: str, parameter: nn.Parameter) -> Origin | None:
         """Where the gradient of a parameter of this rank is summed; ``None``: here."""
         reductions = self._pipeline.reductions
-        if not reductions.scattered or reductions.shards is None or reductions.shards.mine(parameter):
+        if not reductions.scattered or reductions.shards.mine(parameter):
             return None
         return Origin((name,), _SummedElsewhere(self._pipeline, reductions.shards.owner(parameter)))
 
