@@ -206,7 +206,7 @@ class Pipeline:
             factor, total = self._scale(scaler), engine.transport.sum_over_replicas(sum(parts.amounts))
             weights = [factor * weight for weight in parts.weights(total)]
             with withheld_gradients(list(engine.module.parameters())) as withheld:
-                outputs = self._step.run(step, partial(self._trained, parts, weights))
+                outputs = self._step.run(step, partial(self._trained, parts, weights), len(parts.parts))
             output = of_batch(outputs, parts, withheld, self.device)
             loss = loss_of(output)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -245,16 +245,16 @@ class Pipeline:
 
     def _evaluated(self, step: Step, group: list[Any], seed: int) -> dict[int, Any]:
         """What the step returned for each of some batches."""
-        engine = self._engine
+        engine, number = self._engine, len(group)
         if not self._in_turns:
             computing = engine.executor.stages.interceptor.computing()
             layers = Snapshot({str(id(part)): part for part in computing}, buffers=False)
-            outputs = self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed))
-            self._in_turns = len(outputs) < len(group)
+            outputs = self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed), number, may_repeat=True)
+            self._in_turns = len(outputs) < number
             if not self._in_turns:
                 return outputs
             layers.undo()
-        return self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed, turns=True))
+        return self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed, turns=True), number)
 
     # ------------------------------------------------------------------ gradients and state
 

@@ -12,14 +12,10 @@ from torch import Tensor
 
 from lightning_pipe.engine.batch_kinds import kind_of
 from lightning_pipe.engine.containers import children, map_leaves
-from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import ConfigurationError, CutError
-from lightning_pipe.intercept.contents import Change
-from lightning_pipe.intercept.kept_state import in_several_pipes
-from lightning_pipe.intercept.module_state import Tracked, name_of
-from lightning_pipe.intercept.recompute import is_recomputing
-from lightning_pipe.plain.step_hooks import HooksOfBatch, StepHooks
+from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.plain.step_hooks import HooksOfBatch
+from lightning_pipe.plain.step_traces import StepTraces
 
 Step = Callable[[Any], Any]
 """Takes a micro-batch, calls the model, and returns what the user wants of it; in training the loss."""
@@ -94,17 +90,23 @@ class SharedStep:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        interceptor = pipeline.executor.stages.interceptor
-        self._tracked = Tracked(pipeline.module, [layer for _, layer in pipeline.layers], interceptor.state)
-        self._hooks = StepHooks(pipeline.module, lambda: interceptor.in_module)
+        self._pipeline, self._traces = pipeline, StepTraces(pipeline)
 
-    def run(self, step: Step, call: Callable[[Callable[[int, Any], Any]], dict[int, Any]]) -> dict[int, Any]:
+    def run(
+        self,
+        step: Step,
+        call: Callable[[Callable[[int, Any], Any]], dict[int, Any]],
+        micro_batches: int,
+        *,
+        may_repeat: bool = False,
+    ) -> dict[int, Any]:
         """Run a step for all micro-batches, and share what the ranks with the last stage made of it.
 
         Args:
             step: the user's.
             call: calls the pipeline with the step that it takes.
+            micro_batches: how many there are.
+            may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
 
         Returns:
             What the step returned for each micro-batch; less where it came back to layers of an earlier stage.
@@ -112,45 +114,28 @@ class SharedStep:
         Raises:
             CutError: the step has changed what cannot be changed alike on all ranks.
         """
-        pipeline, transport = self._pipeline, self._pipeline.transport
-        before, hooks = self._tracked.capture(), HooksOfBatch()
-        with self._hooks.installed():
-            outputs = call(lambda _, micro_batch: self._run(step, micro_batch, hooks))
-        report: tuple[dict[int, Any], list[Change], tuple[int, ...]] = {}, [], ()
-        counts = pipeline.is_loss_rank and not pipeline.turns.needed and len(pipeline.pipeline_members) > 1
-        changes, lost = self._tracked.take(before if counts else None)
-        if pipeline.turns.needed:
-            before.undo()
-        elif len(pipeline.pipeline_members) == 1:
-            return outputs
-        elif pipeline.is_loss_rank:
-            if lost:
-                raise CutError(
-                    f"The step sets `{lost[0]}` to something that cannot be sent to other ranks.", hint="Return it."
-                )
-            changed = [name_of(change) for change in changes if change.kind != "hide"]
-            if changed and len(pipeline.loss_ranks) > 1:
-                raise in_several_pipes(changed[0])
-            report = outputs, changes, hooks.left()
-        results: dict[int, Any] = {}
-        for rank in pipeline.loss_ranks:
-            source = transport.topology.process(transport.replica, rank)
-            found, changes, left = transport.broadcast_object(report, source, pipeline.pipeline_members)
-            results |= found
-            if not pipeline.is_loss_rank:
-                self._tracked.apply(changes)
-                hooks.put_back(left)
-        return results
+        pipeline, transport, hooks = self._pipeline, self._pipeline.transport, HooksOfBatch()
+        before = self._traces.capture() if pipeline.is_loss_rank else None
 
-    def _run(self, step: Step, micro_batch: Any, hooks: HooksOfBatch) -> Any:
-        """Run the step once; if it ends early, or again, the model's own attributes and hooks are as before."""
-        again, complete, kept = is_recomputing(), False, self._tracked.capture()
-        with self._hooks.noting(hooks, lambda: complete):
-            try:
+        def run(_: int, micro_batch: Any) -> Any:
+            with self._traces.undoing(micro_batches, hooks, may_repeat):
                 result = step(micro_batch)
-                self._pipeline.returning(result)
-                complete = self._pipeline.is_loss_rank and not again
-            finally:
-                if not complete:
-                    kept.undo(for_now=again and not is_alone())
-        return result
+                pipeline.returning(result)
+            return result
+
+        with self._traces.hooks.installed():
+            outputs = call(run)
+        alone = len(pipeline.pipeline_members) == 1
+        changes = self._traces.changes(None if alone or pipeline.turns.needed else before)
+        if pipeline.turns.needed:
+            outputs, hooks = {}, HooksOfBatch()
+            if before is not None:
+                before.undo()
+        if alone:
+            return outputs
+        report = outputs, changes, hooks.left()
+        sources = [transport.topology.process(transport.replica, rank) for rank in pipeline.loss_ranks]
+        reports = [transport.broadcast_object(report, each, pipeline.pipeline_members) for each in sources]
+        self._traces.adopt([changes for _, changes, _ in reports], before)
+        hooks.put_back(max((left for *_, left in reports), key=len))
+        return {index: output for found, *_ in reports for index, output in found.items()}

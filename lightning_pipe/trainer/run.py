@@ -124,7 +124,7 @@ class PipelineRun:
         # once for all batches: to put these in place takes as long as a small layer
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
-        self._changed.enter_context(self._step.hooks.installed())
+        self._changed.enter_context(self._step.traces.hooks.installed())
         steps = EvaluationSteps(self.pipeline, self._step, self._seeds[_EVALUATION], self._splitter.options)
         self._evaluations = Evaluations(self._module, self._world, steps)
         self._changed.enter_context(self._evaluations.installed())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +12,16 @@ import lightning.pytorch as pl
 from lightning_pipe.batches.loss_checks import LossChecks
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches
 from lightning_pipe.batches.outputs import losses_on_host, of_batch
-from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.withheld_gradients import WithheldGradients
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.digest import GivenOtherValuesError
-from lightning_pipe.intercept.kept_state import in_several_pipes
-from lightning_pipe.intercept.module_state import Tracked, name_of
+from lightning_pipe.intercept.module_state import name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.plain.step_hooks import HooksOfBatch, StepHooks
-from lightning_pipe.trainer.own_sources import untouched
+from lightning_pipe.plain.step_hooks import HooksOfBatch
+from lightning_pipe.plain.step_traces import StepTraces
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, single_value
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
@@ -92,7 +90,7 @@ class UserStep:
     Attributes:
         log: records and replays logged values.
         checks: the loss checks.
-        hooks: what steps register on modules.
+        traces: what runs of the step leave behind.
         summed: whether the losses of micro-batches are added.
         channel: as given.
     """
@@ -109,10 +107,7 @@ class UserStep:
         self.module, self.pipeline, self.metrics = module, pipeline, metrics
         self.log = Log(module, metrics.names)
         self.checks = LossChecks(weighted=callable(loss_weight))
-        interceptor = pipeline.executor.stages.interceptor
-        self._in_layers = interceptor.state
-        self._tracked = Tracked(module, [layer for _, layer in pipeline.layers], self._in_layers)
-        self.hooks = StepHooks(module, lambda: interceptor.in_module)
+        self.traces = StepTraces(pipeline)
         self._at_begin: Snapshot | None = None
         self.summed = loss_weight == "sum"
         self._world, self.channel = world, channel
@@ -133,7 +128,7 @@ class UserStep:
         self._may_repeat = may_repeat
         completes = self.pipeline.transport.rank in (self.pipeline.loss_ranks if ranks is None else ranks)
         several = len(self.pipeline.pipeline_members) > 1
-        before = self._at_begin = self._tracked.capture() if completes and several else None
+        before = self._at_begin = self.traces.capture() if completes and several else None
         with self.metrics.in_step(alike=turns):
             # most ranks leave the step early: collectives of the user's step must concern the replicas alone
             self._world.local = True
@@ -141,12 +136,11 @@ class UserStep:
                 yield before
             except GivenOtherValuesError as error:
                 own = [] if before is None else [f"self.{name_of(change)}" for change in before.changes()]
-                raise error.naming([*own, *self._in_layers.changed()]) from None
+                raise error.naming([*own, *self.traces.of_layers.changed()]) from None
             finally:
                 self._world.local, self._at_begin = False, None
 
-    @contextmanager
-    def undoing(self, micro_batches: int, hooks: HooksOfBatch, *, training: bool) -> Iterator[None]:
+    def undoing(self, micro_batches: int, hooks: HooksOfBatch, *, training: bool) -> AbstractContextManager[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
@@ -154,61 +148,10 @@ class UserStep:
             hooks: what runs for the batch register on modules.
             training: whether it is a training step.
         """
-        # recomputation runs a micro-batch again whose traces are there already
-        again = is_recomputing()
-        # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
-        complete = not (self.pipeline.ends_early or self._may_repeat or again)
-        several = self.pipeline.family.pipes > 1 and self.pipeline.synchronous  # ranks complete micro-batches
-        pipes = several and micro_batches > 1 and not again
-        noting_hooks = self.hooks.noting(hooks, lambda: complete)
-        watched = again or self._may_repeat or pipes
-        taking = untouched(self._tracked) if watched else nullcontext()
-        if complete:
-            with noting_hooks, taking:
-                yield
-            return
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
-        kept = self._at_begin if micro_batches == 1 and not (training or again) else None
-        # what stands in the place of iterators is no change
-        with taking, noting_hooks, self.metrics.remembered() as metrics:
-            kept = kept or self._tracked.capture()
-            try:
-                yield
-                complete = not again
-            finally:
-                for change in kept.changes() if complete and pipes else ():  # which other ranks do not see
-                    raise in_several_pipes(f"self.{name_of(change)}")
-                if not complete:
-                    # the next micro-batch, and the complete run on another rank, begin with what was there before
-                    # (a recomputation is put back once more around it, and its graph holds the tensors of now)
-                    kept.undo(for_now=again and not is_alone())
-                    for states in metrics.values():
-                        states.undo()
-
-    def changes(self, before: Snapshot | None) -> list[Change]:
-        """What steps changed in the attributes of the LightningModule.
-
-        Args:
-            before: the attributes before the steps, as `running` yielded them.
-        """
-        changes, lost = self._tracked.take(before)
-        for attribute in lost:
-            self._warn(
-                attribute,
-                f"The step sets `self.{attribute}` to something that cannot be pickled: it exists on the rank with the "
-                "loss alone.",
-            )
-        return changes
-
-    def adopt(self, reports: Sequence[StepReport], before: Snapshot | None) -> None:
-        """Have on this rank what the step has changed on the ranks that complete it.
-
-        Args:
-            reports: of all these ranks.
-            before: this rank's attributes before the steps; ``None`` if it completes none.
-        """
-        for report in reports if before is None or len(reports) > 1 else ():
-            self._tracked.apply(report.changes)
+        before = self._at_begin if micro_batches == 1 and not (training or is_recomputing()) else None
+        remembered = self.metrics.remembered
+        return self.traces.undoing(micro_batches, hooks, self._may_repeat, before, remembered)
 
     def exchange(
         self, report: StepReport | None, ranks: Sequence[int], *, send_outputs: bool = True
@@ -343,12 +286,12 @@ class StepOfBatch:
         if common.pipeline.transport.rank in self.ranks:
             report = StepReport({}, [], [], [], repeats=True)
             if not repeats:
-                report = self.report(outputs, common.changes(before))
+                report = self.report(outputs, common.traces.changes(before))
         reports = common.exchange(report, self.ranks, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}
-        common.adopt(reports, before)
+        common.traces.adopt([each.changes for each in reports], before)
         self.replay(reports)
         common.take_over(reports, training=self._training)
         return known_outputs(reports)

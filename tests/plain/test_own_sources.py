@@ -19,7 +19,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.module_state import Tracked
-from lightning_pipe.trainer.own_sources import untouched
+from lightning_pipe.plain.own_sources import untouched
 from tests.support import oracle
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet

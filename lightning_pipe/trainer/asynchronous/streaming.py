@@ -172,8 +172,8 @@ class Streaming:
         belong to the call, and every report of the call has all of them.
         """
         finished = self._call.finished
-        reports = self._exchange(self._step.changes(before))
-        self._step.adopt(reports[-1], before)
+        reports = self._exchange(self._step.traces.changes(before))
+        self._step.traces.adopt([each.changes for each in reports[-1]], before)
         self._step.take_over([report for of_batch in reports for report in of_batch], training=True)
         output = None
         for batch, of_batch in zip(finished, reports, strict=False):
