@@ -203,7 +203,7 @@ class PipelineRun:
         if self._world.transport.process > 0:
             return []
         with naming_suspects(batch, parts), self._step.running():
-            step = StepOfBatch(self._step, name, args[1:], parts)
+            step = StepOfBatch(self._step, name, args, parts, seed)
             return look(self.pipeline, step, parts.parts[0], training=name == "training_step", seed=seed)
 
     def train(self, args: Sequence[Any], optimizers: Sequence[Optimizer]) -> Any:
@@ -213,39 +213,37 @@ class PipelineRun:
             args: the step's arguments; the first one is the batch, on this device.
             optimizers: those whose gradients are collected.
         """
-        batch, *rest = args
         trainer: Any = self._module.trainer
         scale = loss_scale(trainer.precision_plugin)  # once: a look at it waits for the device
-        step, weights, seed = self._split(batch, rest, scale)
-        with naming_suspects(batch, step.micro_batches):
+        step, weights = self._split(args, scale)
+        with naming_suspects(args[0], step.micro_batches):
             if self.streaming is not None:
-                return self.streaming.train(step, weights, seed)
+                return self.streaming.train(step, weights)
             self.gradients.free_old(optimizers)
             assert self._step is not None
             parts, reduce = step.micro_batches, self.gradients.reduced_at_once
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
-                with self._step.running() as before:
-                    cut = Cut(parts.sizes, parts.together)
-                    outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
+                with self._step.running() as step.before:
+                    cut, seed = Cut(parts.sizes, parts.together), step.seed
+                    step.outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
                 # report what the last stage has made of the batch, and apply it on all ranks
-                outputs = step.share(outputs, before)
+                outputs = step.share()
         self.gradients.after_batch(optimizers)
         return step.output(outputs, withheld)
 
-    def _split(self, batch: Any, rest: Sequence[Any], scale: float) -> tuple[StepOfBatch, list[float], int]:
-        """The step of a batch that is cut into micro-batches, the factors of their losses, scaled, and a seed."""
+    def _split(self, args: Sequence[Any], scale: float) -> tuple[StepOfBatch, list[float]]:
+        """The step of a batch that is cut into micro-batches, and the factors of their losses, scaled."""
         assert self._step is not None
         trainer: Any = self._module.trainer
         if self.streaming is not None and self.gradients.blocked:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
-        parts = self._splitter.split(batch)
         seed = mix(self._seed, _TRAINING, trainer.fit_loop.epoch_loop.total_batch_idx)
-        parts = self._looked_at(parts, rest, seed)
+        parts = self._looked_at(self._splitter.split(args[0]), args, seed)
         weights = [weight * scale for weight in self._splitter.weights(parts)]
         self.report.batch(parts, self.loaders.order.notes, chosen=self._splitter.number == "auto")
-        return StepOfBatch(self._step, "training_step", rest, parts), weights, seed
+        return StepOfBatch(self._step, "training_step", args, parts, seed), weights
 
-    def _looked_at(self, parts: MicroBatches, rest: Sequence[Any], seed: int) -> MicroBatches:
+    def _looked_at(self, parts: MicroBatches, args: Sequence[Any], seed: int) -> MicroBatches:
         """A batch as a look at it tells to cut it. Collective over all processes if it is looked at."""
         assert self._step is not None
         if self._splitter.number == 1:
@@ -254,7 +252,7 @@ class PipelineRun:
         if number is None and not is_open:
             return parts
         with self._step.running():
-            step = StepOfBatch(self._step, "training_step", rest, parts)
+            step = StepOfBatch(self._step, "training_step", args, parts, seed)
             verdict = self._step.checks.look(self.pipeline, step, parts, seed, number or 0)
         verdicts = self._world.transport.all_gather_object(verdict, self._world.everyone)
         decided = self._splitter.decided(parts, verdicts)

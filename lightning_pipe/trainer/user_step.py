@@ -200,31 +200,37 @@ class StepOfBatch:
     Args:
         user_step: what the steps of all batches have in common.
         name: the method of the LightningModule.
-        rest: its arguments after the batch.
-        micro_batches: the batch.
+        args: its arguments; the first one is the batch.
+        micro_batches: the batch, cut.
+        seed: of the batch's random streams.
         ranks: those that complete it; ``None``: all with the last stage.
 
     Attributes:
-        micro_batches, ranks: as given.
+        name, args, micro_batches, seed, ranks: as given.
+        outputs: what the pipeline returned on this rank.
+        before: the attributes before it, from `UserStep.running`.
         repeats: whether the step has to run in another way: it has come back to an earlier stage, say.
         dropped: whether nothing counts any more that it does: its batch runs again.
     """
 
     repeats = dropped = False
+    before: Snapshot | None = None
 
     def __init__(
         self,
         user_step: UserStep,
         name: str,
-        rest: Sequence[Any],
+        args: Sequence[Any],
         micro_batches: MicroBatches,
+        seed: int,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self.micro_batches = micro_batches
+        self.name, self.args, self.micro_batches, self.seed = name, args, micro_batches, seed
+        self.outputs: dict[int, Any] = {}
         self.ranks = user_step.pipeline.loss_ranks if ranks is None else ranks
         self._user_step = user_step
         trainer: Any = user_step.module.trainer
-        self._method, self._rest = getattr(user_step.module, name), rest
+        self._method = getattr(user_step.module, name)
         self._context = getattr(trainer.precision_plugin, _CONTEXTS[name])
         self._training = name == "training_step"
         self._logged: Logged = {}
@@ -254,7 +260,7 @@ class StepOfBatch:
 
     def _run(self, micro_batch: Any) -> Any:
         try:
-            return self._method(micro_batch, *self._rest)
+            return self._method(micro_batch, *self.args[1:])
         except StopIteration as error:
             # Lightning's loop would take it for the end of the data (2.6), on this rank alone
             raise ConfigurationError(
@@ -262,36 +268,26 @@ class StepOfBatch:
                 hint="Give next() a default, or let the items come with the batch (CombinedLoader).",
             ) from error
 
-    def share(
-        self,
-        outputs: dict[int, Any],
-        before: Snapshot | None,
-        *,
-        send_outputs: bool = True,
-        repeats: bool = False,
-    ) -> dict[int, Any]:
+    def share(self, *, send_outputs: bool = True) -> dict[int, Any]:
         """Exchange, adopt and replay what the step of this batch did. Collective over the pipeline.
 
         Args:
-            outputs: what the pipeline returned on this rank.
-            before: the attributes before the batch, from `UserStep.running`.
             send_outputs: whether ranks without the last stage get what the step returned.
-            repeats: whether the step has ended here since it has to run in another way: nothing is adopted then.
 
         Returns:
-            What the step returned for each micro-batch, as far as this rank knows it.
+            What the step returned for each micro-batch, as far as this rank knows it; nothing if it has to run again.
         """
         common = self._user_step
         report = None
         if common.pipeline.transport.rank in self.ranks:
             report = StepReport({}, [], [], [], repeats=True)
-            if not repeats:
-                report = self.report(outputs, common.traces.changes(before))
+            if not self.repeats:
+                report = self.report(self.outputs, common.traces.changes(self.before))
         reports = common.exchange(report, self.ranks, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
             return {}
-        common.traces.adopt([each.changes for each in reports], before)
+        common.traces.adopt([each.changes for each in reports], self.before)
         self.replay(reports)
         common.take_over(reports, training=self._training)
         return known_outputs(reports)

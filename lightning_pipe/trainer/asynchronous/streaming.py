@@ -135,18 +135,17 @@ class Streaming:
 
     # ------------------------------------------------------------------ calls
 
-    def train(self, step: StepOfBatch, weights: Sequence[float], seed: int) -> Any:
+    def train(self, step: StepOfBatch, weights: Sequence[float]) -> Any:
         """One call with a batch; returns what ``training_step`` is to return.
 
         Args:
             step: the step of the batch.
             weights: the factor of each micro-batch's loss.
-            seed: the seed of the batch's random streams.
         """
         self._in_flight[self._batches] = step
         self._batches += 1
         with self._calling() as withheld, self._step.running() as before:
-            self._call = self._asynchronous.advance(step, step.micro_batches.parts, weights, seed=seed)
+            self._call = self._asynchronous.advance(step, step.micro_batches.parts, weights, seed=step.seed)
         return self._share(before, withheld)
 
     def _train_without_batch(self, calls: Iterator[CallResult]) -> Any:

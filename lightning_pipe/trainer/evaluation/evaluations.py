@@ -75,9 +75,9 @@ class Evaluations:
         """
         if self._stream is not None:
             return self._stream.step(args)
-        run = self._steps.begin(name, args)
-        self._steps.run(run)
-        return self._steps.share(run)
+        step = self._steps.begin(name, args)
+        self._steps.run(step)
+        return self._steps.share(step)
 
     def _begin(self, method: Callable[..., Any], loop: Any, name: str) -> None:
         """In the place of ``on_run_start``. Collective over all processes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipe.trainer.evaluation.steps import EvaluationSteps, RunStep
+from lightning_pipe.trainer.evaluation.steps import EvaluationStep, EvaluationSteps
 
 _NOT_YET = object()
 
@@ -22,7 +22,7 @@ class Fetched:
         item: what the fetcher gave: the batch, its number and that of its loader.
         last: whether the fetcher knew that it is the last one.
         batch: the batch on this device.
-        run: its step, if this rank has begun it.
+        step: its step, if this rank has begun it.
         way: the same on its way through the engine.
     """
 
@@ -30,7 +30,7 @@ class Fetched:
     item: tuple[Any, int, int]
     last: bool
     batch: Any = _NOT_YET
-    run: RunStep | None = None
+    step: EvaluationStep | None = None
     way: Any = None
 
 
@@ -92,11 +92,11 @@ class FetchedBatches:
         self.current = self._queue.popleft()
         return self.current
 
-    def begun(self, fetched: Fetched) -> RunStep:
+    def begun(self, fetched: Fetched) -> EvaluationStep:
         """The step of a batch."""
-        if fetched.run is None:
-            fetched.run = self._steps.begin(self._name, self._arguments(fetched))
-        return fetched.run
+        if fetched.step is None:
+            fetched.step = self._steps.begin(self._name, self._arguments(fetched))
+        return fetched.step
 
     def moved(self, fetched: Fetched) -> Any:
         """A batch on this device, brought there as the loop does it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_pipe.batches.joining import join
@@ -16,31 +15,19 @@ from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
 
-@dataclass
-class RunStep:
-    """A step that this rank runs, and has not shared yet.
+class EvaluationStep(StepOfBatch):
+    """The step of one batch of an evaluation; it runs again where it cannot run as it was begun.
 
-    Args:
-        step: the step.
-        name: the method of the LightningModule.
-        args: its arguments.
-        seed: of the batch's random streams.
-        outputs: what the pipeline returned on this rank.
-        before: the attributes before it, from `UserStep.running`.
-        repeats: whether it has ended here since it has to run in turns.
-        layers: what was in layers before each run that has changed it.
+    Attributes:
         again: whether it has run before.
     """
 
-    step: StepOfBatch
-    name: str
-    args: Sequence[Any]
-    seed: int
-    outputs: dict[int, Any] = field(default_factory=dict)
-    before: Snapshot | None = None
-    repeats: bool = False
-    layers: list[Snapshot] = field(default_factory=list)
-    again: bool = False
+    again = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.layers: list[Snapshot] = []
+        """What was in layers before each run that has changed it."""
 
 
 class EvaluationSteps:
@@ -66,7 +53,7 @@ class EvaluationSteps:
         self._before: list[Snapshot] = []
         self._leaves_layers: set[str] = set()
 
-    def begin(self, name: str, args: Sequence[Any], seed: int | None = None) -> RunStep:
+    def begin(self, name: str, args: Sequence[Any], seed: int | None = None) -> EvaluationStep:
         """The step of the next batch.
 
         Args:
@@ -74,51 +61,49 @@ class EvaluationSteps:
             args: its arguments; the first one is the batch, on this device.
             seed: of the batch's random streams; ``None``: the next one.
         """
-        batch, *rest = args
         seed = next(self._seeds) if seed is None else seed
-        parts = self._cut(batch)
+        parts = self._cut(args[0])
         # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
         ranks = self.pipeline.loss_ranks[: len(parts.parts)]
-        step = StepOfBatch(self.user_step, name, rest, parts, ranks)
-        return RunStep(step, name, args, seed)
+        return EvaluationStep(self.user_step, name, args, parts, seed, ranks)
 
-    def run(self, run: RunStep) -> None:
+    def run(self, step: EvaluationStep) -> None:
         """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
-        turns, parts = run.name in self._in_turns, run.step.micro_batches.parts
+        turns, parts = step.name in self._in_turns, step.micro_batches.parts
         with (
-            nullcontext() if turns else self._remembering(run),
-            self.user_step.running(may_repeat=not turns, turns=turns, ranks=run.step.ranks) as run.before,
+            nullcontext() if turns else self._remembering(step),
+            self.user_step.running(may_repeat=not turns, turns=turns, ranks=step.ranks) as step.before,
         ):
-            run.outputs = self.pipeline.evaluate(run.step, parts, seed=run.seed, turns=turns, again=run.again)
-        run.repeats = self.pipeline.turns.needed
+            step.outputs = self.pipeline.evaluate(step, parts, seed=step.seed, turns=turns, again=step.again)
+        step.repeats = self.pipeline.turns.needed
 
-    def run_stage(self, run: RunStep, stage: int, perform: Callable[[], None]) -> None:
+    def run_stage(self, step: EvaluationStep, stage: int, perform: Callable[[], None]) -> None:
         """Run one stage of a step.
 
         Args:
-            run: the step.
+            step: the step.
             stage: the stage, of this rank.
             perform: runs it.
         """
-        ranks = run.step.ranks if stage == len(self.pipeline.balance) - 1 else ()
-        with self._remembering(run), self.user_step.running(may_repeat=True, ranks=ranks) as run.before:
+        ranks = step.ranks if stage == len(self.pipeline.balance) - 1 else ()
+        with self._remembering(step), self.user_step.running(may_repeat=True, ranks=ranks) as step.before:
             perform()
 
     @contextmanager
-    def _remembering(self, run: RunStep) -> Iterator[None]:
+    def _remembering(self, step: EvaluationStep) -> Iterator[None]:
         """Around a run that may have to be undone: remember what it changes in layers and outside modules.
 
         Not what others change there meanwhile: other stages here are at work on other batches, which stay, and what the
         step sets is adopted batch by batch.
         """
-        if run.name in self._leaves_layers:
+        if step.name in self._leaves_layers:
             yield
             return
         computing = self.pipeline.executor.stages.interceptor.computing()
         before = Snapshot({str(id(part)): part for part in computing})
         yield
         if before.narrow():
-            run.layers.append(before)
+            step.layers.append(before)
             self._before.append(before)
 
     def _cut(self, batch: Any) -> MicroBatches:
@@ -128,25 +113,25 @@ class EvaluationSteps:
         ranks = self.pipeline.transport.topology.ranks
         return divide_batch(batch, ranks, number, options.split_batch, options.loss_weight)
 
-    def again(self, run: RunStep) -> RunStep:
+    def again(self, step: EvaluationStep) -> EvaluationStep:
         """A step that is to run once more."""
-        run = self.begin(run.name, run.args, run.seed)
-        run.again = True
-        return run
+        step = self.begin(step.name, step.args, step.seed)
+        step.again = True
+        return step
 
-    def share(self, run: RunStep, *, send_outputs: bool = True, leave: Callable[[], None] | None = None) -> Any:
+    def share(self, step: EvaluationStep, *, send_outputs: bool = True, leave: Callable[[], None] | None = None) -> Any:
         """What the step returned; what it logged and changed is made on this rank, too. Collective over the pipeline.
 
         Args:
-            run: the step, which has been run here.
+            step: the step, which has been run here.
             send_outputs: whether ranks without the last stage get what the step returned.
             leave: called if a step that was run in a stream has to run again, whose batches wait from then on.
         """
-        outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs, repeats=run.repeats)
-        while run.step.repeats:
-            self.waiting.add(run.name)
+        outputs = step.share(send_outputs=send_outputs)
+        while step.repeats:
+            self.waiting.add(step.name)
             if leave is None:
-                self._in_turns.add(run.name)
+                self._in_turns.add(step.name)
             else:
                 leave()
             leave = None
@@ -154,15 +139,15 @@ class EvaluationSteps:
             for before in reversed(self._before):
                 before.undo()
             self._before.clear()
-            self._leaves_layers.discard(run.name)
-            run = self.again(run)
-            self.run(run)
-            outputs = run.step.share(run.outputs, run.before, send_outputs=send_outputs, repeats=run.repeats)
-        if run.layers:
-            self._before = [each for each in self._before if each not in run.layers]
-        elif run.name not in self._in_turns:
-            self._leaves_layers.add(run.name)
-        parts = run.step.micro_batches
+            self._leaves_layers.discard(step.name)
+            step = self.again(step)
+            self.run(step)
+            outputs = step.share(send_outputs=send_outputs)
+        if step.layers:
+            self._before = [each for each in self._before if each not in step.layers]
+        elif step.name not in self._in_turns:
+            self._leaves_layers.add(step.name)
+        parts = step.micro_batches
         if len(parts.parts) == 1 or not outputs:
             return outputs.get(0)
         return join(outputs, parts.sizes, parts.shares, _unclear)

@@ -128,17 +128,17 @@ class EvaluationStream:
         """
         current = self._batches.current
         assert current is not None
-        run = self._batches.begun(current)
+        step = self._batches.begun(current)
         if self._waits:
-            run = run if current.way is None else self._steps.again(run)
-            self._steps.run(run)
+            step = step if current.way is None else self._steps.again(step)
+            self._steps.run(step)
         elif self._completes:
             self._run_to(self._slot)
             if self._replicas_wait:
-                [run.repeats] = self._world.any_of([run.repeats], self._world.replica_members)
+                [step.repeats] = self._world.any_of([step.repeats], self._world.replica_members)
         leave = None if self._waits else self._leave
-        output = self._steps.share(run, send_outputs=self._outputs_are_kept, leave=leave)
-        current.run = None
+        output = self._steps.share(step, send_outputs=self._outputs_are_kept, leave=leave)
+        current.step = None
         return output
 
     def _leave(self) -> None:
@@ -174,22 +174,22 @@ class EvaluationStream:
 
     def _perform(self, action: Action, fetched: Fetched) -> None:
         """Run an action of a batch that has been fetched."""
-        if fetched.run is None:
-            run = self._batches.begun(fetched)
-            fetched.way = self._engine.begin(fetched.number, run.step, run.args[0], seed=run.seed)
-        run, perform = self._batches.begun(fetched), partial(self._engine.perform, action)
+        begins, step = fetched.step is None, self._batches.begun(fetched)
+        if begins:
+            fetched.way = self._engine.begin(fetched.number, step, step.args[0], seed=step.seed)
+        perform = partial(self._engine.perform, action)
         if action.kind is not Kind.FORWARD:
             perform()
             return
         if action.stage == self._last:
-            run.step.dropped = self._waits
-            self._steps.run_stage(run, action.stage, perform)
+            step.dropped = self._waits
+            self._steps.run_stage(step, action.stage, perform)
         else:
             try:
-                self._steps.run_stage(run, action.stage, perform)
+                self._steps.run_stage(step, action.stage, perform)
             except Exception as error:
                 if fetched.number > self._batches.given:
                     error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))
                 raise
         if action.stage == self._stages[-1]:
-            run.outputs, run.repeats = fetched.way.results, fetched.way.repeats
+            step.outputs, step.repeats = fetched.way.results, fetched.way.repeats
