@@ -211,9 +211,10 @@ class StepOfBatch:
         before: the attributes before it, from `UserStep.running`.
         repeats: whether the step has to run in another way: it has come back to an earlier stage, say.
         dropped: whether nothing counts any more that it does: its batch runs again.
+        again: whether it has run before, in another way.
     """
 
-    repeats = dropped = False
+    repeats = dropped = again = False
     before: Snapshot | None = None
 
     def __init__(

@@ -8,7 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipe.trainer.evaluation.steps import EvaluationStep, EvaluationSteps
+from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
+from lightning_pipe.trainer.user_step import StepOfBatch
 
 _NOT_YET = object()
 
@@ -30,7 +31,7 @@ class Fetched:
     item: tuple[Any, int, int]
     last: bool
     batch: Any = _NOT_YET
-    step: EvaluationStep | None = None
+    step: StepOfBatch | None = None
     way: Any = None
 
 
@@ -92,7 +93,7 @@ class FetchedBatches:
         self.current = self._queue.popleft()
         return self.current
 
-    def begun(self, fetched: Fetched) -> EvaluationStep:
+    def begun(self, fetched: Fetched) -> StepOfBatch:
         """The step of a batch."""
         if fetched.step is None:
             fetched.step = self._steps.begin(self._name, self._arguments(fetched))

@@ -15,21 +15,6 @@ from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
 
-class EvaluationStep(StepOfBatch):
-    """The step of one batch of an evaluation; it runs again where it cannot run as it was begun.
-
-    Attributes:
-        again: whether it has run before.
-    """
-
-    again = False
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.layers: list[Snapshot] = []
-        """What was in layers before each run that has changed it."""
-
-
 class EvaluationSteps:
     """Runs evaluation steps once over the whole batch: their code sees what it would see on one device.
 
@@ -50,10 +35,10 @@ class EvaluationSteps:
         self._seeds, self.waiting = seeds, set[str]()
         self._in_turns = set[str]()  # those in which the ranks take turns, because they call layers again
         # what each run has changed in layers since the last batch that was run in turns; the methods that change none
-        self._before: list[Snapshot] = []
+        self._before: list[tuple[StepOfBatch, Snapshot]] = []
         self._leaves_layers: set[str] = set()
 
-    def begin(self, name: str, args: Sequence[Any], seed: int | None = None) -> EvaluationStep:
+    def begin(self, name: str, args: Sequence[Any], seed: int | None = None) -> StepOfBatch:
         """The step of the next batch.
 
         Args:
@@ -65,9 +50,9 @@ class EvaluationSteps:
         parts = self._cut(args[0])
         # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
         ranks = self.pipeline.loss_ranks[: len(parts.parts)]
-        return EvaluationStep(self.user_step, name, args, parts, seed, ranks)
+        return StepOfBatch(self.user_step, name, args, parts, seed, ranks)
 
-    def run(self, step: EvaluationStep) -> None:
+    def run(self, step: StepOfBatch) -> None:
         """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
         turns, parts = step.name in self._in_turns, step.micro_batches.parts
         with (
@@ -77,7 +62,7 @@ class EvaluationSteps:
             step.outputs = self.pipeline.evaluate(step, parts, seed=step.seed, turns=turns, again=step.again)
         step.repeats = self.pipeline.turns.needed
 
-    def run_stage(self, step: EvaluationStep, stage: int, perform: Callable[[], None]) -> None:
+    def run_stage(self, step: StepOfBatch, stage: int, perform: Callable[[], None]) -> None:
         """Run one stage of a step.
 
         Args:
@@ -90,7 +75,7 @@ class EvaluationSteps:
             perform()
 
     @contextmanager
-    def _remembering(self, step: EvaluationStep) -> Iterator[None]:
+    def _remembering(self, step: StepOfBatch) -> Iterator[None]:
         """Around a run that may have to be undone: remember what it changes in layers and outside modules.
 
         Not what others change there meanwhile: other stages here are at work on other batches, which stay, and what the
@@ -103,8 +88,7 @@ class EvaluationSteps:
         before = Snapshot({str(id(part)): part for part in computing})
         yield
         if before.narrow():
-            step.layers.append(before)
-            self._before.append(before)
+            self._before.append((step, before))
 
     def _cut(self, batch: Any) -> MicroBatches:
         options, number = self.options, self.options.evaluation_micro_batches
@@ -113,13 +97,13 @@ class EvaluationSteps:
         ranks = self.pipeline.transport.topology.ranks
         return divide_batch(batch, ranks, number, options.split_batch, options.loss_weight)
 
-    def again(self, step: EvaluationStep) -> EvaluationStep:
+    def again(self, step: StepOfBatch) -> StepOfBatch:
         """A step that is to run once more."""
         step = self.begin(step.name, step.args, step.seed)
         step.again = True
         return step
 
-    def share(self, step: EvaluationStep, *, send_outputs: bool = True, leave: Callable[[], None] | None = None) -> Any:
+    def share(self, step: StepOfBatch, *, send_outputs: bool = True, leave: Callable[[], None] | None = None) -> Any:
         """What the step returned; what it logged and changed is made on this rank, too. Collective over the pipeline.
 
         Args:
@@ -136,15 +120,16 @@ class EvaluationSteps:
                 leave()
             leave = None
             # the layers have run for this batch, and in a stream for later ones, whose steps all run again
-            for before in reversed(self._before):
+            for _, before in reversed(self._before):
                 before.undo()
             self._before.clear()
             self._leaves_layers.discard(step.name)
             step = self.again(step)
             self.run(step)
             outputs = step.share(send_outputs=send_outputs)
-        if step.layers:
-            self._before = [each for each in self._before if each not in step.layers]
+        of_others = [each for each in self._before if each[0] is not step]
+        if len(of_others) < len(self._before):
+            self._before = of_others
         elif step.name not in self._in_turns:
             self._leaves_layers.add(step.name)
         parts = step.micro_batches
