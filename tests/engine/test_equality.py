@@ -51,9 +51,10 @@ def always(entry: Entry, point: Point) -> bool:
 
 
 def in_turn(entry: Entry, point: Point) -> bool:
-    """Every point with a main model, and every model at several points."""
+    """Every point with a main model, and every model at several points; of schedules alone two of seven."""
     points = NAMED if point in NAMED else FURTHER
-    return MAIN.index(entry) == points.index(point) % len(MAIN)
+    alone = point in FURTHER[:7] and point.schedule not in ("zero_bubble", "chimera")
+    return MAIN.index(entry) == points.index(point) % len(MAIN) and not alone
 
 
 def cases(

@@ -91,7 +91,7 @@ def test_four_ranks_train_what_has_layers_enough(tmp_path: Any) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_schedule_with_several_stages_and_pipes(tmp_path: Any) -> None:
-    names = ["Backwards", "Encoder", "Segmentation", "TwoTowers"]
+    names = ["Backwards", "TwoTowers"]
     for name, found in zip(names, by_the_word(names, 2, str(tmp_path), "pipe_chimera"), strict=True):
         assert_equal(name, found)
 
