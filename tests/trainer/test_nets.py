@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.support import oracle, processes
 from tests.support.networks import LitDropout, LitHalfDropout, LitResNet, LitUNet
+from tests.support.pairs import slow_but
 from tests.support.trainer_runs import QUIET, quiet
 
 MODULES: dict[str, Any] = {
@@ -65,19 +66,20 @@ def test_convolutional_networks_train_as_on_one_device() -> None:
             torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
 
 
+SEVERAL_AT_ONCE: list[Run] = [
+    {"schedule": "interleaved", "recompute": "except_last"},
+    {"schedule": "zero_bubble"},
+    {"schedule": "chimera", "recompute": "always"},
+]
+ALONE: list[Run] = [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "chimera"}, {"recompute": "always"}]
+
+
 @pytest.mark.timeout(120)
-def test_the_dropout_curve_does_not_depend_on_stages_and_schedule() -> None:
+@pytest.mark.parametrize(("stages", "options"), slow_but([(4, SEVERAL_AT_ONCE), (2, ALONE)], (4, SEVERAL_AT_ONCE)))
+def test_the_dropout_curve_does_not_depend_on_stages_and_schedule(stages: int, options: list[Run]) -> None:
+    """On one process with so many stages, and on two processes with each of the options."""
     expected, *_ = fit("dropout", 1, {"micro_batches": 4})
-    found = {f"{stages} stages": fit("dropout", 1, {"micro_batches": 4, "stages": stages})[0] for stages in (2, 4)}
-    options: list[dict[str, Any]] = [
-        {"schedule": "gpipe"},
-        {"schedule": "1f1b"},
-        {"schedule": "chimera"},
-        {"recompute": "always"},
-        {"schedule": "interleaved", "recompute": "except_last"},
-        {"schedule": "zero_bubble"},
-        {"schedule": "chimera", "recompute": "always"},
-    ]
+    found = {f"{stages} stages": fit("dropout", 1, {"micro_batches": 4, "stages": stages})[0]}
     runs = [{"name": "dropout", "options": {"micro_batches": 4, **each}} for each in options]
     found |= {str(each): run[0] for each, run in zip(options, in_processes(2, runs), strict=True)}
     for what, losses in found.items():

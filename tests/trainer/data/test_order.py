@@ -92,10 +92,18 @@ def in_pipe(folder: Path, devices: int = 2, **options: Any) -> tuple[Orders, str
     return found[0]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Orders, str]:
+    """Two ranks whose steps draw nothing."""
+    return in_pipe(tmp_path_factory.mktemp("undisturbed"))
+
+
 @pytest.mark.timeout(120)
-def test_the_order_is_that_of_one_device_where_steps_draw_nothing(tmp_path: Path) -> None:
+def test_the_order_is_that_of_one_device_where_steps_draw_nothing(
+    undisturbed: tuple[Orders, str], tmp_path: Path
+) -> None:
     plain, _ = train(0, None, str(tmp_path))
-    orders, plan = in_pipe(tmp_path)
+    orders, plan = undisturbed
     assert orders == plain
     assert len({str(order) for order in orders.values()}) == EPOCHS
     assert "shuffle" in plan
@@ -111,16 +119,19 @@ def test_a_generator_of_its_own_gives_the_order_of_one_device_where_steps_draw(t
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("devices", slow_but([1, 2], 2))
-def test_the_order_does_not_depend_on_what_steps_draw_or_on_a_resume(devices: int, tmp_path: Path) -> None:
-    orders, _ = in_pipe(tmp_path, devices)
-    assert in_pipe(tmp_path / "dropout", devices, dropout=0.5)[0] == orders
-    resumed, _ = in_pipe(tmp_path / "dropout", devices, dropout=0.5, resumed=str(2 * STEPS))
+def test_the_order_does_not_depend_on_what_steps_draw_or_on_a_resume(
+    devices: int, undisturbed: tuple[Orders, str], tmp_path: Path
+) -> None:
+    orders, _ = undisturbed
+    assert in_pipe(tmp_path, devices, dropout=0.5)[0] == orders
+    resumed, _ = in_pipe(tmp_path, devices, dropout=0.5, resumed=str(2 * STEPS))
     assert resumed == {epoch: orders[epoch] for epoch in (2, 3)}
 
 
 @pytest.mark.timeout(180)
-def test_the_order_goes_on_after_a_resume_within_an_epoch(tmp_path: Path) -> None:
-    orders, _ = in_pipe(tmp_path, dropout=0.5, every=3)
+def test_the_order_goes_on_after_a_resume_within_an_epoch(undisturbed: tuple[Orders, str], tmp_path: Path) -> None:
+    orders, _ = undisturbed
+    in_pipe(tmp_path, dropout=0.5, every=3, epochs=2)
     resumed, _ = in_pipe(tmp_path, dropout=0.5, every=3, resumed=str(STEPS + 2))  # 6 of 8 steps
     # Lightning begins again with the epoch's first samples, and makes the steps that are left
     assert resumed == {1: orders[1][:2], 2: orders[2], 3: orders[3]}
