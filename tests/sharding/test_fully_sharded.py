@@ -14,7 +14,7 @@ from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
 from tests.support.oracle import Trace
-from tests.support.pairs import slow_but
+from tests.support.pairs import pairs
 from tests.support.processes import run_trainers
 from tests.support.sharded_runs import FAMILIES, MODELS, Sharded, check
 from tests.support.trainer_runs import quiet
@@ -48,12 +48,15 @@ def test_five_steps(point: Sharded) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "point",
-    slow_but([RESHARDED, replace(RESHARDED, reshard=False), Sharded(stages=1, ranks=1, replicas=2)], RESHARDED),
-    ids=str,
+    ("name", "point"),
+    pairs(
+        ["divides_itself", "residual"],
+        [RESHARDED, replace(RESHARDED, reshard=False), Sharded(stages=1, ranks=1, replicas=2)],
+        lambda name, point: name == point == 0,
+    ),
 )
-def test_divided_backward_passes_and_one_stage(point: Sharded) -> None:
-    check(["residual", "divides_itself"], point, "data_parallel")
+def test_divided_backward_passes_and_one_stage(name: str, point: Sharded) -> None:
+    check([name], point, "data_parallel")
 
 
 def clipped(process: int, replicas: int) -> Trace:

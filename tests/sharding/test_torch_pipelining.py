@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_pipe.local_parts import is_divided, whole
 from tests.support import oracle
-from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers, run_world
 from tests.support.sharded_runs import MODELS
 from tests.support.trainer_runs import quiet
@@ -68,8 +67,9 @@ def by_us(process: int, schedule: str) -> tuple[list[float], dict[str, Tensor]]:
     return trace.losses, trace.weights
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("schedule", slow_but(STAGES, "1f1b"))
+@pytest.mark.parametrize("schedule", STAGES)
 def test_torch_pipelining_over_sharded_stages(schedule: str) -> None:
     ours = run_trainers(by_us, 4, timeout=70, schedule=schedule)
     theirs = run_world(by_torch, 4, timeout=70, schedule=schedule)
