@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,23 @@ def pytest_collection_finish() -> None:
     """Let the collector pass over what the tests import, half a million objects, from now on."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each module to one worker, and all modules with rehearsals to the same one.
+
+    The processes that have the fake device import for half a minute: on every worker that rehearses anything.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scopes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            text = (config.rootpath / scope.split("::")[0]).read_text()
+            return "rehearsed" if "pytest.mark.rehearsed" in text else scope
+
+    return Scopes(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
