@@ -147,29 +147,26 @@ def test_two_models_of_transformers() -> None:
     check([ZOO["gpt2"], ZOO["t5"]], Point("interleaved", stages=4, micro_batches=3, steps=2))
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        Point(Chimera(), stages=2, micro_batches=2),
-        pytest.param(Point(ZeroBubble("v"), stages=4, micro_batches=8), marks=pytest.mark.slow),
-        pytest.param(Point("1f1b", micro_batches=3, accumulate=2, steps=2), marks=pytest.mark.slow),
-        pytest.param(Point("1f1b", stages=2, ranks=2, replicas=2, steps=2), marks=pytest.mark.slow),
-        # tests of several nodes have this order of ranks among the fast ones
-        pytest.param(
-            Point("1f1b", stages=2, ranks=2, replicas=2, steps=2, rank_order="replicas"), marks=pytest.mark.slow
-        ),
-        pytest.param(Point(DualPipeV(), stages=4, micro_batches=1, accumulate=2, steps=2), marks=pytest.mark.slow),
-        pytest.param(Point(Chimera(pipes=4, sync="eager"), stages=4, micro_batches=3, ranks=4), marks=pytest.mark.slow),
-        pytest.param(Point("1f1b", stages=4, ranks=4), marks=pytest.mark.slow),
-        pytest.param(Point(DualPipe(), stages=2, micro_batches=3, replicas=2), marks=pytest.mark.slow),
-        pytest.param(Point(GEMS(), stages=4, micro_batches=3, ranks=4), marks=pytest.mark.slow),
-        pytest.param(Point(ZeroBubble("h2"), stages=4, micro_batches=8, ranks=4), marks=pytest.mark.slow),
-        pytest.param(Point(Chimera(scaling="forward_doubling"), stages=2, micro_batches=8), marks=pytest.mark.slow),
-        pytest.param(Point(Chimera(scaling="backward_halving"), stages=2, micro_batches=8), marks=pytest.mark.slow),
-        pytest.param(Point("naive", stages=2, replicas=2), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+FURTHER = [
+    Point(Chimera(), stages=2, micro_batches=2),
+    Point(ZeroBubble("v"), stages=4, micro_batches=8),
+    Point("1f1b", micro_batches=3, accumulate=2, steps=2),
+    Point("1f1b", stages=2, ranks=2, replicas=2, steps=2),
+    # tests of several nodes have this order of ranks among the fast ones
+    Point("1f1b", stages=2, ranks=2, replicas=2, steps=2, rank_order="replicas"),
+    Point(DualPipeV(), stages=4, micro_batches=1, accumulate=2, steps=2),
+    Point(Chimera(pipes=4, sync="eager"), stages=4, micro_batches=3, ranks=4),
+    Point("1f1b", stages=4, ranks=4),
+    Point(DualPipe(), stages=2, micro_batches=3, replicas=2),
+    Point(GEMS(), stages=4, micro_batches=3, ranks=4),
+    Point(ZeroBubble("h2"), stages=4, micro_batches=8, ranks=4),
+    Point(Chimera(scaling="forward_doubling"), stages=2, micro_batches=8),
+    Point(Chimera(scaling="backward_halving"), stages=2, micro_batches=8),
+    Point("naive", stages=2, replicas=2),
+]
+
+
+@pytest.mark.parametrize("point", slow_but(FURTHER, FURTHER[0]), ids=str)
 def test_further_schedules(point: Point) -> None:
     check([ZOO[name] for name in ("residual", "gpt2", "odd_batches")], point)
 
