@@ -17,20 +17,20 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 7360,
-    "trainer": 7000,
-    "engine": 4010,
+    "intercept": 7220,
+    "trainer": 6810,
+    "engine": 3960,
     "schedules": 3230,
     "planning": 2350,
     "transport": 2000,
-    "parameters": 1800,
+    "parameters": 1730,
     "construction": 1500,
     "partition": 1360,
     "simulate": 1150,
     "sharding": 1020,
     "batches": 990,
     "profiling": 730,
-    "plain": 660,
+    "plain": 860,
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""

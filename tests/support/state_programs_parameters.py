@@ -63,7 +63,7 @@ class AverageOfLayersInTheStep(Base):
     def behind(self, out: Tensor) -> Tensor:
         with torch.no_grad():
             for average, layer in zip(self.average, self.layers, strict=True):
-                average.mul_(0.9).add_(0.1 * layer.linear.weight)
+                average.mul_(0.9).add_(0.1 * layer.linear.weight.to(average))
         return super().behind(out)
 
     def seen(self) -> list[Any]:
