@@ -75,7 +75,7 @@ class FirstMeanBefore(Base):
         return x - self.mean
 
 
-@program(MICRO_BATCHES)
+@program(MICRO_BATCHES, train_chimera=r"self\.table")
 class TableBefore(Base):
     """Made once, alike on all ranks."""
 
