@@ -143,7 +143,7 @@ class Digest:
         What it leaves on a device, where nobody reads values, comes from whatever it was given, or has been ``drawn``.
         """
         of_batch = any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves)
-        if self.idle or not (of_batch or any(not tensor.is_cpu for tensor in left)):
+        if not (of_batch or any(not tensor.is_cpu for tensor in left)):
             return
         number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
         for tensor in left:

@@ -24,7 +24,7 @@ from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.surroundings import Surroundings
-from lightning_pipe.intercept.tensor_state import counting, same_values
+from lightning_pipe.intercept.tensor_state import copy_of, counting, same_values
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.local_parts import local
@@ -289,4 +289,4 @@ def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:
 
 def _copies(module: nn.Module) -> list[Tensor]:
     """The values of a layer's parameters: nobody counts changes of their ``.data``."""
-    return [local(each).detach().clone() for each in module.parameters()]
+    return [copy_of(local(each)) for each in module.parameters()]

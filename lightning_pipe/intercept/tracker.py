@@ -252,9 +252,10 @@ class Tracker(TorchFunctionMode):
                 result.zero_()  # what is in new memory differs between stages, and says nothing
         if name in UNCOUNTED:
             note_uncounted(tensors, result)
-        # what is given back as it was (`.to(device)`) is what it was
-        made = [each for each in results_of(result, ()) if all(each is not leaf for leaf in leaves)]
-        self.digest.follow(name, leaves, [*made, *written], drawn=drawn)
+        if not self.digest.idle:
+            # what is given back as it was (`.to(device)`) is what it was
+            made = [each for each in results_of(result, ()) if all(each is not leaf for leaf in leaves)]
+            self.digest.follow(name, leaves, [*made, *written], drawn=drawn)
         return result
 
     def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
