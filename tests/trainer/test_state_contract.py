@@ -186,13 +186,17 @@ def table(phase: str, schedule: str, told: bool) -> dict[str, str]:
     return {name: verdict(name, phase, left) for name, left in ended(names, phase, schedule).items()}
 
 
-def kept(name: str, phase: str, schedule: str) -> str:
+def amiss(expected: str, found: str) -> str:
     """What is not as it is owed: nothing, if all is well."""
-    expected = PROGRAMS[name].expected(phase, schedule)
-    found = table(phase, schedule, bool(expected))[name]
     if expected == EQUAL:
         return found
     return "" if is_told(expected, found) else found or "equal"
+
+
+def kept(name: str, phase: str, schedule: str) -> str:
+    """What is not as it is owed in a table."""
+    expected = PROGRAMS[name].expected(phase, schedule)
+    return amiss(expected, table(phase, schedule, bool(expected))[name])
 
 
 def cases() -> list[Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.fake_cuda.call import rehearse
-from tests.support.state_programs import EQUAL, PROGRAMS
-from tests.trainer.test_state_contract import PHASES, Left, ended, is_told, verdict
+from tests.support.state_programs import PROGRAMS
+from tests.trainer.test_state_contract import PHASES, Left, amiss, ended, verdict
 
 pytestmark = pytest.mark.rehearsed
 
@@ -24,12 +24,9 @@ def on_devices(names: list[str], phase: str, schedule: str) -> dict[str, list[Le
 
 def wrong(names: list[str], phase: str, schedule: str) -> dict[str, str]:
     """By program what is not as it is owed."""
-    left, found = rehearse(on_devices, names, phase, schedule, timeout=1500), dict[str, str]()
-    for name in names:
-        expected, seen = PROGRAMS[name].expected(phase, schedule), verdict(name, phase, left[name])
-        if not (is_told(expected, seen) if expected else seen == EQUAL):
-            found[name] = seen or "equal"
-    return found
+    left = rehearse(on_devices, names, phase, schedule, timeout=1500)
+    found = {name: amiss(PROGRAMS[name].expected(phase, schedule), verdict(name, phase, left[name])) for name in names}
+    return {name: each for name, each in found.items() if each}
 
 
 @pytest.mark.timeout(120)
