@@ -22,7 +22,6 @@ from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 
 from lightning_pipe.errors import CommunicationError
-from lightning_pipe.intercept.kept_state import alike
 from lightning_pipe.lightning_internals import IndexBatchSampler
 from lightning_pipe.torch_internals import tree_map
 from lightning_pipe.transport.base import Transport
@@ -109,7 +108,7 @@ class SharedDataLoader:
                 self.share(("error", text, None, None))
             raise
         before, vars(self)["_states"] = self._states, _random_states()
-        self.share((*message, {k: v for k, v in self._states.items() if not alike(v, before.get(k))}))
+        self.share((*message, {name: state for name, state in self._states.items() if state != before.get(name)}))
         return result
 
     def _follow(self) -> Iterator[Any]:
@@ -165,14 +164,14 @@ def _pinned(leaf: Any) -> Any:
 
 
 def _random_states() -> dict[str, Any]:
-    """The states of the global generators; those of NumPy compare once pickled, which takes Python's far longer."""
-    numpy = pickle.dumps(np.random.get_state(legacy=False))
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
+    """The states of the global generators, as values that ``==`` compares: it knows no tensors and no arrays."""
+    numpy = pickle.dumps(np.random.get_state(legacy=False))  # Python's would take far longer
+    return {"torch": torch.get_rng_state().numpy().tobytes(), "python": random.getstate(), "numpy": numpy}
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
     if "torch" in states:
-        torch.set_rng_state(states["torch"])
+        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:
