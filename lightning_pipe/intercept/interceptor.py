@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
 
@@ -92,8 +92,7 @@ class Interceptor:
 
     def computing(self) -> Iterator[nn.Module]:
         """The layers and outside modules with all their parts, each once."""
-        roots = (*self.layers, *(module for _, module in self._outside))
-        yield from {id(part): part for root in roots for part in root.modules()}.values()
+        return iter(self.state.root_of)
 
     def attributes_around(self) -> Snapshot:
         """The attributes, as they are now, of what is around layers and outside modules: the LightningModule's own."""
@@ -179,7 +178,7 @@ class Interceptor:
         """Run the user's step; its calls of layers go to ``run``."""
         self.run = run
         if isinstance(run, StageRun) and not (run.stage.all or is_recomputing()):
-            run.tracker.changing = lambda *change: check_unchanged(self.computing(), self.state.written, *change)
+            run.tracker.changing = partial(check_unchanged, self.state)
         try:
             with self.state.of_run(run):
                 return run.run(step)

@@ -36,6 +36,7 @@ from lightning_pipe.intercept.kept_state import (
     alike,
     in_several_pipes,
     is_metric,
+    is_own,
     now,
     put,
     put_all,
@@ -72,7 +73,9 @@ class LayerState:
     Attributes:
         stages: as given.
         one_pipe: as given.
-        around: the modules by name whose attributes runs that are not the last stage's leave as they were.
+        modules: all parts of the module by name.
+        root_of: by part of a layer or outside module, its name.
+        around: the modules by name whose attributes the complete run of a step decides.
         set_by_run: what the last run's step has set, with what was there before.
         since: see `Digest`.
     """
@@ -86,12 +89,12 @@ class LayerState:
         *,
         one_pipe: bool = True,
     ) -> None:
-        self._modules = {name: part for name, part in module.named_modules() if not is_metric(type(part))}  # type: ignore[arg-type]
+        self.modules = {name: part for name, part in module.named_modules() if not is_metric(type(part))}  # type: ignore[arg-type]
         # by id: a module that the step makes may not be able to tell its hash yet, as torchmetrics' are
-        self._names = {id(part): name for name, part in self._modules.items()}
-        self._root_of = {part: name for name, root in roots for part in root.modules()}
+        self._names = {id(part): name for name, part in self.modules.items()}
+        self.root_of = {part: name for name, root in roots for part in root.modules()}
         self.stages, self._ranks, self.one_pipe = stages, ranks, one_pipe
-        self.around: Mapping[str, nn.Module] = {}
+        self.around: dict[str, nn.Module] = {}
         # by part, the stage of this rank that runs it
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
@@ -103,6 +106,15 @@ class LayerState:
         # what calls keep: all of it, and what other ranks do not know of yet
         self._known: dict[Key, None] = {}
         self._learnt: dict[Key, None] = {}
+
+    def decide_around(self) -> None:
+        """From now on whoever runs steps puts back what runs change around layers, unless they complete.
+
+        Modules outside the sequence that hold parameters do not belong to that, as layers do not: these really run
+        on every rank that has them. Nor do metrics, and torch's own modules.
+        """
+        found = {name: part for name, part in self.modules.items() if is_own(part) and part not in self.root_of}
+        self.around = {"": self.modules[""], **found}
 
     # ------------------------------------------------------------------ what calls keep
 
@@ -153,7 +165,7 @@ class LayerState:
     def _absent(self, part: nn.Module, attribute: str, value: Any) -> Any:
         if attribute in part._buffers:
             return AbsentTensor.like(value) if isinstance(value, Tensor) else value
-        root = self._root_of.get(part, "")
+        root = self.root_of.get(part, "")
         stage = self.stages.get(root)
         place = f"the rank that runs '{root}'" if stage is None else self._ranks[stage]
         return AbsentValue(self.written(part, attribute), place)
@@ -161,11 +173,11 @@ class LayerState:
     def same_stage(self, name: str, part: nn.Module) -> bool:
         """Whether one stage runs a layer and another module."""
         stage = self.stages.get(name)
-        return stage is not None and stage == self.stages.get(self._root_of.get(part, ""))
+        return stage is not None and stage == self.stages.get(self.root_of.get(part, ""))
 
     def is_computing(self, part: nn.Module) -> bool:
         """Whether a module is a part of a layer or outside module."""
-        return part in self._root_of
+        return part in self.root_of
 
     def written(self, part: nn.Module, attribute: str) -> str:
         """An attribute as code writes it."""
@@ -221,10 +233,10 @@ class LayerState:
         Raises:
             CutError: the stage that keeps it does not run this code, or alone has what it is set by.
         """
-        if not (attribute == "training" or part in self._root_of):
+        if not (attribute == "training" or part in self.root_of):
             return
         key, former = (part, attribute), now(part, attribute)
-        if self.is_kept(*key) and run.is_behind(self._root_of[part]):
+        if self.is_kept(*key) and run.is_behind(self.root_of[part]):
             raise CutError(
                 f"the step changes `{self.written(*key)}` behind the layers of its stage, which keeps it and does not "
                 "run this code.",
@@ -265,7 +277,7 @@ class LayerState:
         """
         counts = not is_recomputing()  # of a second or trial run nothing is to come
         thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
-        held = held_by(self.around, self._modules, self._root_of) if thorough else None
+        held = held_by(self) if thorough else None
         hidden = put_all({key: self._absent(*key, now(*key)) for key in self._of_others(run)})
         self.set_by_run = {}
         complete = False
@@ -282,7 +294,7 @@ class LayerState:
         for key in changed:
             raise in_several_pipes(self.written(*key))
         if complete and held is not None:
-            check_held(held, self._modules, lambda key: self.is_kept(*key) or key in self.set_by_run)
+            check_held(held, self)
 
     def _leave(self) -> None:
         for (part, attribute), former in self.set_by_run.items():
@@ -331,13 +343,13 @@ class LayerState:
     def concerns(self, change: Change) -> bool:
         """Whether a change is one that `take` has told of."""
         name, (_, attribute), *inner = change.path
-        part = self._modules.get(name)
-        return part is not None and not inner and (part in self._root_of or attribute == "training")
+        part = self.modules.get(name)
+        return part is not None and not inner and (part in self.root_of or attribute == "training")
 
     def adopt(self, changes: Iterable[Change]) -> None:
         """Have what complete runs on another rank have set, and know what calls keep elsewhere."""
         for change in filter(self.concerns, changes):
-            part, attribute = self._modules[change.path[0]], change.path[1][1]
+            part, attribute = self.modules[change.path[0]], change.path[1][1]
             if change.kind == "hide":
                 _kept.setdefault(part, {})[attribute] = None
                 self._hide(part, attribute)
@@ -365,8 +377,8 @@ class LayerState:
                 )
         for theirs in gather(own):
             for (name, (_, attribute)), data in theirs.items():
-                if isinstance(vars(self._modules[name]).get(attribute), AbsentValue):
-                    vars(self._modules[name])[attribute] = pickle.loads(data)
+                if isinstance(vars(self.modules[name]).get(attribute), AbsentValue):
+                    vars(self.modules[name])[attribute] = pickle.loads(data)
 
     def changed(self) -> Iterator[str]:
         """What the step or calls have changed so far, as code writes it."""

@@ -8,9 +8,10 @@ are compared around thorough runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import is_absent
@@ -19,6 +20,9 @@ from lightning_pipe.intercept.kept_state import is_own, written
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.tensor_state import memory_of
+
+if TYPE_CHECKING:
+    from lightning_pipe.intercept.layer_state import LayerState
 
 IN_A_HOOK = (
     "Change it in a hook, such as on_train_batch_start or on_train_batch_end, once for a batch; or give the layer an "
@@ -30,19 +34,8 @@ _HINT = (
 )
 
 
-def check_unchanged(
-    modules: Iterable[nn.Module],
-    code_of: Callable[[nn.Module, str], str],
-    changed: Sequence[Tensor],
-    function: str,
-) -> None:
+def check_unchanged(state: LayerState, changed: Sequence[Tensor], function: str) -> None:
     """A function is about to change tensors in place, outside of layers.
-
-    Args:
-        modules: all parts of the layers and outside modules.
-        code_of: an attribute of one as code writes it.
-        changed: the tensors.
-        function: the function.
 
     Raises:
         CutError: one of them shares its memory with a parameter or buffer of a layer or an outside module.
@@ -50,14 +43,14 @@ def check_unchanged(
     # looked up anew: a parameter may get other memory, and another tensor its former one
     places = {
         _key(tensor): (part, name)
-        for part in modules
+        for part in state.root_of
         for name, tensor in (*part._parameters.items(), *part._buffers.items())
         if tensor is not None
     }
     for tensor in changed:
         if not isinstance(tensor, Placeholder) and (place := places.get(_key(tensor))) is not None:
             raise CutError(
-                f"'{function}' changes `{code_of(*place)}` in place in the step, which runs once for each "
+                f"'{function}' changes `{state.written(*place)}` in place in the step, which runs once for each "
                 "micro-batch, on the ranks of other stages, too.",
                 hint=_HINT,
             )
@@ -68,36 +61,23 @@ def _key(tensor: Tensor) -> int:
     return id(tensor) if memory is None or is_absent(tensor) else memory  # all that are absent share theirs
 
 
-def held_by(
-    around: Mapping[str, nn.Module], parts: Mapping[str, nn.Module], computing: Container[nn.Module]
-) -> Snapshot:
-    """What layers hold before a run of the step.
-
-    Args:
-        around: by name, the modules whose changes all ranks get: what these hold, too, may change.
-        parts: by name, all parts of the module.
-        computing: those of layers and outside modules.
-    """
-    own = {name: part for name, part in parts.items() if part in computing and is_own(part)}
-    return Snapshot({**{f"self.{name}": part for name, part in around.items()}, **own}, buffers=False)
+def held_by(state: LayerState) -> Snapshot:
+    """What layers hold before a run of the step."""
+    own = {name: part for name, part in state.modules.items() if part in state.root_of and is_own(part)}
+    # what those hold, too, whose changes all ranks get, may change
+    return Snapshot({**{f"self.{name}": part for name, part in state.around.items()}, **own}, buffers=False)
 
 
-def check_held(
-    before: Snapshot, parts: Mapping[str, nn.Module], allowed: Callable[[tuple[nn.Module, str]], bool]
-) -> None:
-    """Behind the run.
-
-    Args:
-        before: from `held_by`.
-        parts: by name, all parts of the module.
-        allowed: tells of a part and an attribute whether it may have changed.
+def check_held(before: Snapshot, state: LayerState) -> None:
+    """Behind the run, which began with what is ``before``.
 
     Raises:
-        CutError: the step has changed something else.
+        CutError: the step has changed something else than what it has set, or calls keep.
     """
     for change in before.changes():
         name, attribute = change.path[0], attribute_of(change)
-        if name in parts and not allowed((parts[name], attribute)):
+        part = state.modules.get(name)
+        if part is not None and not (state.is_kept(part, attribute) or (part, attribute) in state.set_by_run):
             raise CutError(
                 f"the step changes what `{written(name, attribute)}` refers to, which other stages do not see.",
                 hint=f"{IN_A_HOOK} Or set another value in its place: `layer.items = [*layer.items, item]`.",

@@ -1,25 +1,24 @@
 """The attributes that a user's step changes: remembered, compared, and changed alike on other ranks.
 
-Every rank runs the user's step, but only the run that completes it counts. `Tracked.capture` remembers the
-attributes and containers of the LightningModule; after a run that ended early `Snapshot.undo` puts them back; after a
-complete one `Snapshot.changes` lists what became different, for the other ranks to `apply`.
+Every rank runs the user's step, but only the run that completes it counts. A `Snapshot` remembers the attributes and
+containers of the LightningModule; after a run that ended early `Snapshot.undo` puts them back; after a complete one
+`Snapshot.changes` lists what became different, for the other ranks to `apply`.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import Change, at, items_of
-from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.snapshot import Snapshot, is_compared
+from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.intercept.uncounted import check_counted
 
 _CONTAINERS = (list, dict)
@@ -27,77 +26,36 @@ _FEW = 32
 """In containers of up to so many elements random generators and iterators are looked for."""
 
 
-class Tracked:
-    """The modules whose attributes the complete run of a step decides.
+def attributes(modules: Mapping[str, nn.Module], kind: tuple[Any, ...]) -> Iterator[tuple[str, tuple[Any, Any], Any]]:
+    """The attributes of a kind, also in short lists and dictionaries: names, where each is with its key, values."""
+    for path, module in modules.items():
+        for name, value in vars(module).items():
+            if _is_one(value.__class__, kind):
+                yield f"{path}.{name}".lstrip("."), (vars(module), name), value
+            elif type(value) in _CONTAINERS and 0 < len(value) <= _FEW and is_compared(name):
+                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                    if _is_one(item.__class__, kind):
+                        yield f"{path}.{name}[{key!r}]".lstrip("."), (value, key), item
 
-    Those are the LightningModule and all modules in it, except layers, modules outside the sequence that hold
-    parameters (they really run on every rank that has them), metrics, and torch's own modules.
+
+@cache
+def _is_one(kind: Any, of: Any) -> bool:
+    """``issubclass``, around each run of the step: to look a type up costs a tenth of that with torch's (2.13)."""
+    return issubclass(kind, of)
+
+
+def apply(changes: Sequence[Change], state: LayerState) -> None:
+    """Make changes that another rank's step made.
 
     Args:
-        module: the LightningModule.
-        layers: the layers of the sequence.
-        of_layers: who has their attributes.
+        changes: those that are `portable` there.
+        state: knows the modules.
     """
-
-    def __init__(self, module: nn.Module, layers: Sequence[nn.Module], of_layers: LayerState) -> None:
-        real = [*layers, *(outside for _, outside in outside_modules(module, layers))]
-        apart = {id(part) for root in real for part in root.modules()}
-        self.modules = {
-            name: part
-            for name, part in module.named_modules()
-            if part is module or (id(part) not in apart and not isinstance(part, Metric) and not is_torchs(type(part)))
-        }
-        of_layers.around = self.modules
-        self._of_layers = of_layers
-        self._other_types: dict[type | tuple[type, ...], set[type]] = {}
-
-    def capture(self) -> Snapshot:
-        """Remember all attributes as they are now."""
-        return Snapshot(self.modules)
-
-    def attributes(self, kind: type | tuple[type, ...]) -> Iterator[tuple[str, tuple[Any, Any], Any]]:
-        """The attributes of a kind, also in short lists and dictionaries: names, where each is with its key, values."""
-        # around each run of the step: to look a type up costs a tenth of what isinstance costs with torch's (2.13)
-        others = self._other_types.setdefault(kind, set())
-        for path, module in self.modules.items():
-            for name, holder, key, value in _entries(vars(module), others):
-                if isinstance(value, kind):
-                    yield f"{path}.{name}".lstrip("."), (holder, key), value
-                elif type(value) not in _CONTAINERS:
-                    others.add(type(value))
-
-    def take(self, before: Snapshot | None) -> tuple[list[Change], list[str]]:
-        """What steps have changed since a snapshot, for other ranks; see `portable`.
-
-        Args:
-            before: the attributes before the steps; ``None``: no other rank needs what they have changed here.
-        """
-        of_layers = self._of_layers.take()
-        return ([], []) if before is None else portable([*before.changes(), *of_layers])
-
-    def apply(self, changes: Sequence[Change]) -> None:
-        """Make changes that another rank's step made.
-
-        Args:
-            changes: what `take` returned there.
-        """
-        for change in changes:
-            if not self._of_layers.concerns(change):
-                _apply(at(self.modules[change.path[0]], change.path[1:-1]), change)
-        # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
-        self._of_layers.adopt(changes)
-
-
-def _entries(attributes: dict[str, Any], others: Container[type]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Attributes and what is in short containers, but for some types: names, holders, keys and values."""
-    for name, value in attributes.items():
-        if type(value) in others:
-            continue
-        yield name, attributes, name, value
-        if type(value) in _CONTAINERS and 0 < len(value) <= _FEW and is_compared(name):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                if type(item) not in others:
-                    yield f"{name}[{key!r}]", value, key, item
+    for change in changes:
+        if not state.concerns(change):
+            _apply(at(state.around[change.path[0]], change.path[1:-1]), change)
+    # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
+    state.adopt(changes)
 
 
 def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
@@ -164,8 +122,3 @@ def _fits(now: Any, value: Tensor) -> bool:
         and not now.requires_grad
         and not now.is_inference()
     )
-
-
-def is_torchs(kind: type) -> bool:
-    """Whether a class is torch's own, or torchmetrics'."""
-    return str(kind.__module__).partition(".")[0] in ("torch", "torchmetrics")

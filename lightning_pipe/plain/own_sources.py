@@ -11,33 +11,34 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lightning_pipe.errors import RepeatedRunError
-from lightning_pipe.intercept.module_state import Tracked
+from lightning_pipe.intercept.module_state import attributes
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @contextmanager
-def untouched(tracked: Tracked) -> Iterator[None]:
+def untouched(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Around a run of a step that may take nothing.
 
     Args:
-        tracked: the modules whose attributes count.
+        modules: those whose attributes count, by name.
 
     Raises:
         RepeatedRunError: it has taken something.
     """
-    generators = [(name, each, _state(each)) for name, _, each in tracked.attributes(_GENERATORS)]
+    generators = [(name, each, _state(each)) for name, _, each in attributes(modules, _GENERATORS)]
     iterators = [
         (name, _Watched(place, each))
-        for name, place, each in tracked.attributes(Iterator)
+        for name, place, each in attributes(modules, (Iterator,))
         if not isinstance(each, io.IOBase)  # an open file is one, too
     ]
     try:

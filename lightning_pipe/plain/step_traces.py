@@ -14,7 +14,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.kept_state import in_several_pipes
-from lightning_pipe.intercept.module_state import Tracked, name_of
+from lightning_pipe.intercept.module_state import apply, name_of, portable
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.plain.own_sources import untouched
@@ -35,12 +35,12 @@ class StepTraces:
     def __init__(self, pipeline: Pipeline) -> None:
         interceptor = pipeline.executor.stages.interceptor
         self._pipeline, self.of_layers = pipeline, interceptor.state
-        self._tracked = Tracked(pipeline.module, [layer for _, layer in pipeline.layers], self.of_layers)
+        self.of_layers.decide_around()
         self.hooks = StepHooks(pipeline.module, lambda: interceptor.in_module)
 
     def capture(self) -> Snapshot:
         """The attributes as they are now."""
-        return self._tracked.capture()
+        return Snapshot(self.of_layers.around)
 
     @contextmanager
     def undoing(
@@ -72,7 +72,7 @@ class StepTraces:
         several = pipeline.family.pipes > 1 and pipeline.synchronous  # ranks complete micro-batches
         pipes = several and micro_batches > 1 and not again
         noting_hooks = self.hooks.noting(hooks, lambda: complete)
-        taking = untouched(self._tracked) if again or may_repeat or pipes else nullcontext()
+        taking = untouched(self.of_layers.around) if again or may_repeat or pipes else nullcontext()
         if complete:
             with noting_hooks, taking:
                 yield
@@ -101,7 +101,8 @@ class StepTraces:
         Raises:
             CutError: an attribute cannot be sent.
         """
-        changes, lost = self._tracked.take(before)
+        of_layers = self.of_layers.take()
+        changes, lost = ([], []) if before is None else portable([*before.changes(), *of_layers])
         if lost:
             raise CutError(
                 f"the step sets `self.{lost[0]}` to something that cannot be pickled, so other ranks cannot have it.",
@@ -118,4 +119,4 @@ class StepTraces:
             before: this rank's attributes before the steps; ``None`` if it completes none.
         """
         for of_rank in changes if before is None or len(changes) > 1 else ():
-            self._tracked.apply(of_rank)
+            apply(of_rank, self.of_layers)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
+from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.layer_tensors import check_unchanged
 
 
@@ -22,7 +23,8 @@ def layer() -> Any:
 
 
 def check(layer: nn.Module, *changed: Tensor) -> None:
-    check_unchanged([layer], lambda _, name: f"self.layer.{name}", changed, "mul_")
+    module = nn.ModuleDict({"layer": layer})
+    check_unchanged(LayerState(module, [("layer", layer)]), changed, "mul_")
 
 
 @pytest.mark.parametrize("name", ["weight", "tau", "elsewhere"])

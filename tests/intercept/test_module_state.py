@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.module_state import Tracked, name_of, portable
+from lightning_pipe.intercept.module_state import apply, name_of, portable
+from lightning_pipe.intercept.snapshot import Snapshot
 
 
 class Meter:
@@ -89,15 +90,21 @@ def module() -> Module:
     return Module()
 
 
-def tracked(module: Module) -> Tracked:
-    return Tracked(module, list(module.layers), LayerState(module, ()))
+def state_of(module: Module) -> LayerState:
+    state = LayerState(module, [*module.layers.named_children(), ("embed", module.embed)])
+    state.decide_around()
+    return state
+
+
+def captured(module: Module) -> Snapshot:
+    return Snapshot(state_of(module).around)
 
 
 def test_undo_leaves_no_trace(module: Module) -> None:
     module.step(1.0)
     before = content(module)
     objects = [id(each) for each in (module.outs, module.total, module.average, module.meter.history)]
-    memory = tracked(module).capture()
+    memory = captured(module)
     module.step(2.0)
     module.step(3.0)
     memory.undo()
@@ -110,11 +117,11 @@ def test_changes_make_another_module_equal(module: Module) -> None:
     other = Module()
     for each in (module, other):
         each.step(1.0)
-    memory = tracked(module).capture()
+    memory = captured(module)
     module.step(2.0)
     module.step(3.0)
     changes, lost = portable(memory.changes())
-    tracked(other).apply(changes)
+    apply(changes, state_of(other))
     assert not lost
     assert content(other) == content(module)
     assert other.same is other.outs
@@ -123,7 +130,7 @@ def test_changes_make_another_module_equal(module: Module) -> None:
 
 def test_only_tails_travel(module: Module) -> None:
     module.outs.extend(torch.zeros(()) for _ in range(100))
-    memory = tracked(module).capture()
+    memory = captured(module)
     module.outs.append(torch.ones(()))
     (change,) = memory.changes()
     assert change.kind == "append"
@@ -131,11 +138,11 @@ def test_only_tails_travel(module: Module) -> None:
 
 
 def test_nothing_changed_nothing_travels(module: Module) -> None:
-    assert tracked(module).capture().changes() == []
+    assert captured(module).changes() == []
 
 
 def test_layers_and_modules_that_really_run_keep_their_state(module: Module) -> None:
-    memory = tracked(module).capture()
+    memory = captured(module)
     module.layers[0].calls = 1
     module.embed.calls = 1
     memory.undo()
@@ -144,7 +151,7 @@ def test_layers_and_modules_that_really_run_keep_their_state(module: Module) -> 
 
 
 def test_tensor_swapped_for_another_comes_back(module: Module) -> None:
-    memory = tracked(module).capture()
+    memory = captured(module)
     torch.utils.swap_tensors(module.total, torch.ones(5))
     memory.undo()
     assert torch.equal(module.total, torch.zeros(2))
@@ -152,14 +159,14 @@ def test_tensor_swapped_for_another_comes_back(module: Module) -> None:
 
 def test_large_tensor_changed_in_place_cannot_come_back(module: Module) -> None:
     module.total = torch.zeros(1 << 17)
-    memory = tracked(module).capture()
+    memory = captured(module)
     module.total.add_(1.0)
     with pytest.raises(CutError, match="after the last layer"):
         memory.undo()
 
 
 def test_what_cannot_travel_is_named(module: Module) -> None:
-    memory = tracked(module).capture()
+    memory = captured(module)
     module.function = lambda: None
     changes, lost = portable(memory.changes())
     assert changes == []
@@ -169,9 +176,9 @@ def test_what_cannot_travel_is_named(module: Module) -> None:
 def test_views_of_tensors_on_the_other_side_stay_views(module: Module) -> None:
     other = Module()
     view = other.total.view(1, 2)
-    memory = tracked(module).capture()
+    memory = captured(module)
     module.total += 3.0
-    tracked(other).apply(memory.changes())
+    apply(memory.changes(), state_of(other))
     assert torch.equal(view, torch.full((1, 2), 3.0))
 
 

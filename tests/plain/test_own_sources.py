@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.module_state import Tracked
 from lightning_pipe.plain.own_sources import untouched
 from tests.support import oracle
 from tests.support.processes import run_trainers
@@ -99,7 +97,7 @@ def test_what_is_taken_behind_the_cut_too_is_refused(options: dict[str, Any]) ->
 
 
 def taking_nothing(module: nn.Module) -> AbstractContextManager[None]:
-    return untouched(Tracked(module, [], LayerState(module, ())))
+    return untouched({"": module})
 
 
 class Holds(nn.Module):

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.intercept.module_state import is_torchs
+from lightning_pipe.intercept.kept_state import is_own
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
@@ -140,6 +140,6 @@ def _share_modules(pipeline: Pipeline) -> bool:
         for part in (part for number in span for part in pipeline.layers[number][1].modules()):
             key = (pipeline.placement[0, stage], id(part))
             # those of torch do not change in evaluation mode
-            if not is_torchs(type(part)) and users.setdefault(key, stage) != stage:
+            if is_own(part) and users.setdefault(key, stage) != stage:
                 return True
     return False
