@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import PLAIN, CallRecord
 from lightning_pipe.intercept.describe import described_leaves
-from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.torch_internals import is_compiled, tree_flatten, tree_leaves, tree_unflatten
 
@@ -91,19 +90,16 @@ def _showing(
         calls.tracker.calls.append(_describe(calls.tracker, name, (path, number), given, arguments))
         calls.tracker.digest.call(f"{name}.{path}", ())
         # What a hook does counts as code outside layers: stages that skip the layer let it do the same.
-        calls.surroundings.inside = False
-        try:
-            with _acting(calls.tracker, calls.surroundings):
-                return hook(part, *given)
-        finally:
-            calls.surroundings.inside = True
+        with _acting(calls.tracker):
+            return hook(part, *given)
 
     return showing
 
 
 @contextmanager
-def _acting(tracker: Tracker, surroundings: Surroundings) -> Iterator[None]:
+def _acting(tracker: Tracker) -> Iterator[None]:
     """While a hook acts: it is followed, and draws the same random numbers on all stages."""
+    surroundings = tracker.surroundings
     surroundings.inner_hook = True
     try:
         # All stages have appended the hook's call by now, so they agree on the position. The last number tells this
@@ -133,7 +129,6 @@ def _is_seen(leaf: Any) -> bool:
 
 def act(
     tracker: Tracker,
-    surroundings: Surroundings,
     module: nn.Module,
     args: Any,
     kwargs: Any,
@@ -143,7 +138,6 @@ def act(
 
     Args:
         tracker: that of the run.
-        surroundings: of the run.
         module: the layer or outside module.
         args: what it is given here.
         kwargs: by name.
@@ -163,5 +157,5 @@ def act(
             )
         leaves, tensors = stand_for(call, arguments)
         tracker.follow(tensors, call)
-        with _acting(tracker, surroundings):
+        with _acting(tracker):
             hooks[number](part, *tree_unflatten(leaves, call.structure))

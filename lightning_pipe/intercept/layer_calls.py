@@ -23,7 +23,6 @@ from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
 from lightning_pipe.intercept.stage_layers import StageLayers
-from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tensor_state import copy_of, counting, same_values
 from lightning_pipe.intercept.torch_functions import FLAT
 from lightning_pipe.intercept.tracker import Tracker
@@ -71,13 +70,11 @@ class LayerCalls:
         stage: the stage's layers.
         tracker: that of the run.
         skips: what is stashed and not popped yet.
-        surroundings: gives the random streams.
         cache: what earlier runs have kept.
         objects: whether other ranks can be shown what layers change in objects that they are given.
 
     Attributes:
-        surroundings: those of the run.
-        cache: as given.
+        tracker, cache: as given.
         ran: those that have run.
         routed: the numbers of tensors that go to another stage than the next, with that stage.
     """
@@ -87,7 +84,6 @@ class LayerCalls:
         stage: StageLayers,
         tracker: Tracker,
         skips: StepStore,
-        surroundings: Surroundings,
         cache: RunCache,
         *,
         objects: bool = False,
@@ -101,7 +97,7 @@ class LayerCalls:
         # the module that runs where other stages must know what it leaves behind, and what looks at it
         self._running: tuple[str, nn.Module] | None = None
         self._watch: Watch | None = None
-        self._skips, self.surroundings, self.cache = skips, surroundings, cache
+        self._skips, self.cache = skips, cache
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
@@ -112,11 +108,10 @@ class LayerCalls:
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
         arguments = given if plain else tree_leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-        self.surroundings.inside = True  # what a layer calls, other layers too, belongs to it
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
         try:
-            with tracker.paused(), self.surroundings.stream(key):
+            with tracker.paused(), tracker.surroundings.stream(key):
                 tracker.touch(tensors, name)
                 if self._kept:
                     tracker.touch(self._moved(arguments), name)
@@ -154,7 +149,7 @@ class LayerCalls:
                 if watch is not None and any(each.object is not None for each in call.effects):
                     self._kept.update(watch.kept_objects(call.effects, arguments))
         finally:
-            self.surroundings.inside, self._running, self._watch = False, None, None
+            self._running, self._watch = None, None
         return result
 
     def _noted(
@@ -189,7 +184,7 @@ class LayerCalls:
         state = self.cache.state
         if not state.counts(part, name, value):
             return
-        if not self.surroundings.inside:
+        if not self.tracker.surroundings.inside:
             state.setting(run, part, name, value)
             return
         if self._running is None or vars(part).get(name) is value:

@@ -15,7 +15,6 @@ from lightning_pipe.intercept.kept_state import Key, now, put, put_all
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
@@ -28,7 +27,6 @@ class SkippedLayers:
 
     Args:
         tracker: that of the run.
-        surroundings: of the run.
         skips: what is stashed and not popped yet.
         cache: knows what modules keep, and what their code names.
 
@@ -36,8 +34,8 @@ class SkippedLayers:
         modules: those that it has answered for.
     """
 
-    def __init__(self, tracker: Tracker, surroundings: Surroundings, skips: StepStore, cache: RunCache) -> None:
-        self._tracker, self._surroundings, self._skips, self._cache = tracker, surroundings, skips, cache
+    def __init__(self, tracker: Tracker, skips: StepStore, cache: RunCache) -> None:
+        self._tracker, self._skips, self._cache = tracker, skips, cache
         self._former = dict[Key, Any]()
         self.modules: list[nn.Module] = []
 
@@ -57,7 +55,7 @@ class SkippedLayers:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         tracker.digest.call(name, arguments, module)
         # the hooks come first: where the layer runs, they acted before it ended and was recorded
-        act(tracker, self._surroundings, module, args, kwargs, self._leaves)
+        act(tracker, module, args, kwargs, self._leaves)
         thorough = tracker.digest.counts_references(len(tracker.calls))
         if thorough and (following := tracker.following()) is not None and following.name == name:
             tracker.digest.refer(tracker.digest.referred(self._cache.referred(name, module)), following.changing)

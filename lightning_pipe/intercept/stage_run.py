@@ -45,7 +45,6 @@ from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
-from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden, check_not_within
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore, stored_in
@@ -99,16 +98,15 @@ class StageRun:
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
         self.skips = StepStore()
-        self.surroundings = Surroundings(isolated)
         expected = inbound.path.calls if inbound else None
-        stream = self.surroundings.stream
-        self.tracker = Tracker(expected, stream, cache.parameter_use, partial=not stage.all, alone=alone)
+        self.tracker = Tracker(expected, isolated, cache.parameter_use, partial=not stage.all, alone=alone)
+        self.surroundings = self.tracker.surroundings
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
         self.tracker.digest.thorough, self.tracker.digest.since = thorough, cache.state.since
-        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, cache)
+        self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
         self.arrival = Arrival(inbound, self.tracker, self.skipped_layers)
-        self.layer_calls = LayerCalls(stage, self.tracker, self.skips, self.surroundings, cache)
+        self.layer_calls = LayerCalls(stage, self.tracker, self.skips, cache)
 
     @property
     def stage_here(self) -> int | None:

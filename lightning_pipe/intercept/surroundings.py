@@ -16,7 +16,7 @@ class Surroundings:
         isolated: gives a context with the micro-batch's random stream of a key.
 
     Attributes:
-        inside: whether a layer or outside module runs.
+        inside: whether a layer, an outside module or the engine's own code runs.
         checkpoint: of what the activation checkpoint runs the random streams, in order.
         inner_hook: whether a forward hook on a part of a layer runs.
     """

@@ -19,6 +19,7 @@ from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, no_value
+from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,
     METADATA,
@@ -54,7 +55,7 @@ class Tracker(TorchFunctionMode):
 
     Args:
         expected: the calls of the previous stage up to its cut; ``None`` on the first stage.
-        stream: gives a context with the random stream of a key; without a key that of the code around.
+        isolated: gives a context with the micro-batch's random stream of a key.
         parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
         alone: whether no other micro-batch is under way.
@@ -62,6 +63,7 @@ class Tracker(TorchFunctionMode):
     Attributes:
         partial: as given.
         alone: as given.
+        surroundings: what is around the code that runs now.
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
         changing: told which tensors a function is about to change in place; ``None``: nobody asks.
         function: the ``torch.autograd.Function`` that is being applied, if any.
@@ -74,7 +76,7 @@ class Tracker(TorchFunctionMode):
     def __init__(
         self,
         expected: tuple[CallRecord, ...] | None,
-        stream: Callable[..., AbstractContextManager[None]],
+        isolated: Callable[..., AbstractContextManager[None]],
         parameter_use: ParameterUse,
         *,
         partial: bool,
@@ -90,7 +92,7 @@ class Tracker(TorchFunctionMode):
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self.partial, self.alone, self._expected = partial, alone, expected or ()
         self._read_before: dict[int, Tensor | None] = {}
-        self._stream, self._parameter_use = stream, parameter_use
+        self.surroundings, self._parameter_use = Surroundings(isolated), parameter_use
         self._off = 0
 
     # ------------------------------------------------------------------ the record
@@ -241,7 +243,7 @@ class Tracker(TorchFunctionMode):
         if written:
             self._check_changing(written, name)
         if drawn := draws(func, name):
-            with self._stream():
+            with self._stream_of():
                 result = func(*args, **kwargs)
             if is_random(name):
                 self.digest.draw(name, kwargs.get("generator"))
@@ -283,7 +285,7 @@ class Tracker(TorchFunctionMode):
         shapes = list(map(TensorSpec.of, written)) if self.partial else []
         # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
         if self.function or draws(func, name):
-            with self._stream(-1, len(self.calls)):
+            with self._stream_of(-1, len(self.calls)):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -300,6 +302,10 @@ class Tracker(TorchFunctionMode):
             )
         self.calls.append(CallRecord(name, numbers, differentiable, *(told or ())))
         return result
+
+    def _stream_of(self, *key: int) -> AbstractContextManager[None]:
+        """The random stream of a function; without a key that of the code around."""
+        return self.surroundings.stream(*key)
 
     def call_function(self, name: str, apply: Any, args: Any, kwargs: Any) -> Any:
         """Record or follow one application of a ``torch.autograd.Function`` outside layers."""
@@ -334,19 +340,19 @@ class Tracker(TorchFunctionMode):
                 self.in_place.check_not_read(tensor, name)
 
     def paused(self) -> _Paused:
-        """A context in which torch calls are neither recorded nor slowed down."""
+        """A context, around layers and the engine's own code, in which calls are neither recorded nor slowed down."""
         return _Paused(self)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Within `paused`: torch calls are recorded."""
-        off, self._off = self._off, 0
+        """Within `paused`: the code counts as code outside layers, whose torch calls are recorded."""
+        off, self._off, self.surroundings.inside = self._off, 0, False
         try:
             # Silenced by a count, the mode is still on torch's stack; otherwise `_Paused` has taken it off.
             with nullcontext() if off else self:
                 yield
         finally:
-            self._off = off
+            self._off, self.surroundings.inside = off, True
 
 
 def _stand_in(leaf: Any, tensors: Sequence[Tensor]) -> Any:
@@ -361,12 +367,14 @@ def _stand_in(leaf: Any, tensors: Sequence[Tensor]) -> Any:
 class _Paused:
     """Takes the mode off torch's stack where it is on top, and silences it elsewhere. A class, for speed."""
 
-    __slots__ = ("_popped", "_tracker")
+    __slots__ = ("_inside", "_popped", "_tracker")
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
     def __enter__(self) -> None:
+        around = self._tracker.surroundings
+        self._inside, around.inside = around.inside, True
         self._popped = current_function_mode() is self._tracker  # type: ignore[no-untyped-call]
         if self._popped:
             # A mode on the stack sends each torch call of a layer through Python. One that the user has put on top of
@@ -378,6 +386,7 @@ class _Paused:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tracker.surroundings.inside = self._inside
         if self._popped:
             push_function_mode(self._tracker)
         else:

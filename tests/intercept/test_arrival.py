@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from lightning_pipe.intercept.call_record import LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
-from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
 from lightning_pipe.tensor_spec import TensorSpec
@@ -34,7 +31,7 @@ def recorded(*, shared: bool = False) -> Crossing:
 
 def arrival(inbound: Crossing) -> tuple[Arrival, Tracker]:
     second = tracker(list(inbound.path.calls))
-    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), run_cache())
+    skipped = SkippedLayers(second, StepStore(), run_cache())
     return Arrival(inbound, second, skipped), second
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.layer_calls import LayerCalls
 from lightning_pipe.intercept.stage_layers import StageLayers
-from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.skip import SkipKey, StepStore, put, stored_in, take
 from tests.intercept.test_skipped_layers import run_cache
 from tests.intercept.test_tracker import tracker
@@ -28,7 +27,7 @@ def layer_calls(streams: list[Any], routes: dict[SkipKey, int] | None = None) ->
         yield
 
     stage = StageLayers(0, range(2), NAMES, routes or {})
-    return LayerCalls(stage, tracker(), StepStore(), Surroundings(isolated), run_cache())
+    return LayerCalls(stage, tracker(isolated=isolated), StepStore(), run_cache())
 
 
 def test_a_layer_runs_in_its_stream_and_is_recorded() -> None:
@@ -37,12 +36,12 @@ def test_a_layer_runs_in_its_stream_and_is_recorded() -> None:
     linear, x = nn.Linear(2, 2), torch.ones(1, 2)
 
     def forward(given: Tensor) -> Tensor:
-        assert calls.surroundings.inside
+        assert calls.tracker.surroundings.inside
         return linear(given)
 
     with calls.tracker:
         result = calls.run("0", 7, linear, forward, (x,), {})
-    assert not calls.surroundings.inside
+    assert not calls.tracker.surroundings.inside
     assert streams == [(7,)]
     [call] = calls.tracker.calls
     assert (call.name, call.numbers, call.differentiable) == ("0", (0,), (True,))
@@ -57,7 +56,7 @@ def test_a_layer_that_fails_leaves_no_record() -> None:
 
     with calls.tracker, pytest.raises(ValueError, match="stop"):
         calls.run("0", 0, nn.Identity(), forward, (), {})
-    assert not calls.surroundings.inside
+    assert not calls.tracker.surroundings.inside
     assert calls.tracker.calls == []
 
 

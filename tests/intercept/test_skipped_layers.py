@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
-from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
 from tests.intercept.test_tracker import Uses, tracker
@@ -36,7 +34,6 @@ def recorded(
         StageLayers(0, range(1), NAMES, {}),
         first,
         StepStore(),
-        Surroundings(lambda *_: nullcontext()),
         cache or run_cache(),
     )
     with first:
@@ -46,7 +43,7 @@ def recorded(
 
 def answered(call: CallRecord, module: nn.Module, *args: Any) -> tuple[Any, SkippedLayers]:
     second = tracker([call])
-    skipped = SkippedLayers(second, Surroundings(lambda *_: nullcontext()), StepStore(), run_cache())
+    skipped = SkippedLayers(second, StepStore(), run_cache())
     with second, second.paused():
         return skipped.answer(NAMES[0], module, args, {}), skipped
 

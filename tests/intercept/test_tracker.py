@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -30,9 +31,13 @@ class Uses:
         return None
 
 
-def tracker(expected: list[CallRecord] | None = None, uses: Uses | None = None) -> Tracker:
+def tracker(
+    expected: list[CallRecord] | None = None,
+    uses: Uses | None = None,
+    isolated: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext(),
+) -> Tracker:
     calls = None if expected is None else tuple(expected)
-    return Tracker(calls, lambda *_: nullcontext(), uses or Uses(), partial=True, alone=False)
+    return Tracker(calls, isolated, uses or Uses(), partial=True, alone=False)
 
 
 def test_calls_of_what_is_derived_are_recorded_and_numbered() -> None:

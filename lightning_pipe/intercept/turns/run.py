@@ -34,7 +34,6 @@ from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import EndOfStage
-from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_within
 from lightning_pipe.intercept.turns.messages import Mail
@@ -82,13 +81,13 @@ class TurnRun:
         self._parameter_use = cache.parameter_use
         self._calls_of = Counter[int]()
         self._ended = self.complete = False
-        self.tracker = TurnTracker(mail, ranks[0], cache.parameter_use, place, generators)
+        self.tracker = TurnTracker(mail, ranks[0], cache.parameter_use, place, isolated, generators)
         self.skips = _FetchedSkips(self.tracker)
-        self.surroundings = Surroundings(isolated)
+        self.surroundings = self.tracker.surroundings
         # every rank is shown all calls, in their order
-        self.skipped_layers = SkippedLayers(self.tracker, self.surroundings, self.skips, cache)
+        self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
-        self.layer_calls = LayerCalls(everything, self.tracker, self.skips, self.surroundings, cache, objects=True)
+        self.layer_calls = LayerCalls(everything, self.tracker, self.skips, cache, objects=True)
 
     def is_behind(self, root: str) -> bool:
         """Whether the step is behind what runs a layer or outside module: all ranks run all of it."""

@@ -38,6 +38,7 @@ class TurnTracker(Tracker):
         first: the rank that has the first turn.
         parameter_use: the module's parameters and buffers outside layers.
         place: the rank on which code with some parameters and buffers runs, of a name.
+        isolated: gives a context with the random stream of a key.
         generators: of the random numbers that all ranks draw alike.
     """
 
@@ -47,9 +48,10 @@ class TurnTracker(Tracker):
         first: int,
         parameter_use: ParameterUse,
         place: Callable[[str, Iterable[Tensor], int], int],
+        isolated: Callable[..., AbstractContextManager[None]],
         generators: Sequence[torch.Generator],
     ) -> None:
-        super().__init__(None, _around, parameter_use, partial=mail.ranks > 1, alone=True)
+        super().__init__(None, isolated, parameter_use, partial=mail.ranks > 1, alone=True)
         self._mail, self._place, self._generators = mail, place, generators
         self.turn = _Turns(first, mail.rank)
         self.waiting = not self.turn.mine
@@ -221,6 +223,9 @@ class TurnTracker(Tracker):
             self.calls[-1] = self.calls[-1]._replace(drawn=after)
         return result
 
+    def _stream_of(self, *key: int) -> AbstractContextManager[None]:
+        return nullcontext()  # that of the step: all ranks go on with the state that it has then
+
     def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         result = super()._answer(name, func, args, kwargs, tensors)
         if drawn := self.calls[-1].drawn:
@@ -297,8 +302,3 @@ class _Turns:
 def _left_by(calls: Sequence[CallRecord]) -> Iterator[int]:
     """The numbers of the tensors that calls have made or changed."""
     return (number for call in calls for number in call.numbers)
-
-
-def _around(*_: int) -> AbstractContextManager[None]:
-    """Code outside layers draws from the stream of the step: all ranks go on with the state that it has then."""
-    return nullcontext()
