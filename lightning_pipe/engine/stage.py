@@ -162,7 +162,6 @@ class Stages:
             self.interceptor.cache,
             training=batch.training,
             alone=batch.undisturbed,
-            ahead=batch.ahead,
             thorough=batch.thorough,
         )
         # A tensor that the path names but that was not sent has no value here, and gets no gradient.
@@ -172,9 +171,15 @@ class Stages:
         batch.streams.seed_user_code(micro_batch)
         run.tracker.digest.begin(inputs)
         begin_pass(stage)
-        result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
+        result = None
+        try:
+            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
+        except CutError:
+            if not batch.ahead:
+                raise
+            run.end_again()  # what is wrong in itself is so again when the batch runs behind the others
         batch.repeats |= run.repeats
-        saved = Saved(run.arrival.incoming, received, {}, None, run.tracker.used, run.whole)
+        saved = Saved(run.incoming, received, {}, None, run.tracker.used, run.whole)
         if not run.crossings:
             if batch.training:
                 loss, weight = loss_of(result), batch.weights[micro_batch]

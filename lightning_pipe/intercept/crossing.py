@@ -3,7 +3,7 @@
 The same two types lie at both ends, whether the stages are on one rank or on two::
 
     stage s                                                             a later stage
-    StageRun ends        outgoing.crossings_of                          Arrival.fill, Incoming
+    StageRun ends        outgoing.crossings_of                          StageRun.arrive, Incoming
     at its cut      -->  Crossing  ---->  BoundaryExchange  ---->  Crossing  -->  the run goes on
                          with its graph   (or `Crossing.detached`)      without a graph
     Stages.backward <--  Returned  <----  BoundaryExchange  <----  Returned  <--  Stages.backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,13 +10,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.arrival import Arrival
 from lightning_pipe.intercept.call_record import LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
-from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import functorch_active
 
@@ -36,17 +33,9 @@ def check_surroundings(run: StageRun, name: str) -> None:
         )
 
 
-def crossings_of(
-    stage: StageLayers, tracker: Tracker, arrival: Arrival, routed: Mapping[int, int]
-) -> dict[int, Crossing]:
-    """What leaves a stage at its cut, by the stage that receives it: the numbered tensors that are alive.
-
-    Args:
-        stage: the stage's layers.
-        tracker: that of the run.
-        arrival: what the stage has received: it may go on to the next one.
-        routed: the numbers of tensors that go to another stage than the next, with that stage.
-    """
+def crossings_of(run: StageRun) -> dict[int, Crossing]:
+    """What leaves a stage at its cut, by the stage that receives it: the numbered tensors that are alive."""
+    stage, tracker, routed = run.stage, run.tracker, run.layer_calls.routed
     alive = [
         (number, tensor)
         for number, tensor in sorted(tracker.numbers.alive(), key=lambda pair: pair[0])
@@ -55,7 +44,7 @@ def crossings_of(
     for _, tensor in alive:  # all of them: which ones the next stages use is known after the batch alone
         check_plain(tensor, stage.next_name)
     # What came as copies of one memory still stands for one memory where it goes next.
-    shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in arrival.copied}
+    shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in run.copied}
     calls, next_stage = tuple(tracker.calls), stage.stage + 1
     leaving: dict[int, list[tuple[LiveTensor, Tensor]]] = {next_stage: []}
     for number, tensor in alive:

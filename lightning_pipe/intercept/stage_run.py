@@ -20,7 +20,7 @@ stages behind layer 1::
    calls with placeholders of the same numbers (`SkippedLayers`).
 3. torch functions of derived tensors are followed in the same way (`Tracker`).
 4. Stage 1 reaches its first layer: its record must be complete, and the placeholders get the values that stage 0 sent
-   (`Arrival`). They are the same objects as before, so whoever holds one sees the value.
+   (`Incoming`). They are the same objects as before, so whoever holds one sees the value.
 5. Stage 0 reaches the first layer of stage 1: the numbered tensors that are still alive leave (`outgoing`), with the
    record, and the step ends by an exception that the user's code does not catch.
 6. On the last stage alone the step returns. An evaluation may leave layers out: it is cut where it returns.
@@ -36,19 +36,21 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.arrival import Arrival
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
+from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
+from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden, check_not_within
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore, stored_in
-from lightning_pipe.torch_internals import tree_leaves
+from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 
 _END = "the end of the step"
 NO_SKIPPING = (
@@ -71,11 +73,13 @@ class StageRun:
         training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
             stage, where this run then ends.
         alone: whether no other micro-batch is under way, which could read what this one changes.
-        ahead: whether earlier batches are under way: what differs then is no error, and it ends.
         thorough: whether what the code of layers names is compared.
 
     Attributes:
         repeats: whether the step has come back to an earlier stage, or has run ahead of what it computes with.
+        pending: what has been received and is not in the step yet.
+        incoming: the entry of what has been received into autograd, once it is in the step.
+        copied: the tensors that have come as copies of one memory, with their versions and numbers.
         crossings: what leaves, by the stage that receives it.
         whole: whether its backward pass cannot be divided into halves.
     """
@@ -89,11 +93,12 @@ class StageRun:
         *,
         training: bool = True,
         alone: bool = False,
-        ahead: bool = False,
         thorough: bool = False,
     ) -> None:
-        self.stage, self.training, self._parameter_use = stage, training, cache.parameter_use
-        self.repeats, self._ahead = False, ahead
+        self.stage, self.training, self.repeats = stage, training, False
+        self.pending, self._begin = inbound, 0
+        self.incoming: Incoming | None = None
+        self.copied: list[tuple[Tensor, int | None, int]] = []
         self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
@@ -105,7 +110,6 @@ class StageRun:
         self.tracker.come_back = None if training else self._come_back
         self.tracker.digest.thorough, self.tracker.digest.since = thorough, cache.state.since
         self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
-        self.arrival = Arrival(inbound, self.tracker, self.skipped_layers)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, cache)
 
     @property
@@ -133,16 +137,11 @@ class StageRun:
                 self.returning(result)
         except EndOfStage:
             pass
-        except CutError:
-            if not self._ahead:
-                raise
-            self._end_again()  # what is wrong in itself is so again when the batch runs behind the others
-            return None
         else:
             self._returned(result)
         finally:
             self.skipped_layers.restore()
-        self.arrival.check_copies()
+        self.check_copies()
         return result
 
     def returning(self, result: Any) -> None:
@@ -161,7 +160,7 @@ class StageRun:
             )
         if not self.stage.heard:
             raise EndOfStage
-        waiting, last = self.arrival.pending is not None, self.stage.last
+        waiting, last = self.pending is not None, self.stage.last
         if self.training or (last and not waiting) or (waiting and not self.tracker.expects(_END)):
             return
         if waiting:
@@ -174,8 +173,8 @@ class StageRun:
 
     def _returned(self, result: Any) -> None:
         """The step has returned, (6): only where it may, and what outlives it counts as used."""
-        if self.arrival.pending is not None or not self.stage.last:
-            missing = self.stage.next_name if self.arrival.pending is None else self.stage.first_name
+        if self.pending is not None or not self.stage.last:
+            missing = self.stage.next_name if self.pending is None else self.stage.first_name
             if result is None:
                 raise CutError(
                     f"the step returned None before layer '{missing}' was called: a pipeline cannot "
@@ -204,7 +203,7 @@ class StageRun:
         number, key = self._numbers.next(number)
         if self.tracker.waiting and number < own.start:
             return self.skipped_layers.answer(name, layer, args, kwargs)  # a stage before this one runs it, (2)
-        if self.arrival.pending is not None:
+        if self.pending is not None:
             self.arrive()
         if number >= own.stop:
             self._cut()
@@ -220,24 +219,62 @@ class StageRun:
         self._numbers.note_outside(name)
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)  # (2)
-        if self.tracker.come_back and not self._parameter_use.holds_all(module.parameters()):
+        use = self.layer_calls.cache.parameter_use
+        if self.tracker.come_back and not use.holds_all(module.parameters()):
             self._come_back(name)  # its rank runs it before its layers
-        self._parameter_use.run(name)
+        use.run(name)
         for parameter in module.parameters():
-            self._parameter_use.use(parameter)
+            use.use(parameter)
         return self.layer_calls.run(name, key, module, forward, args, kwargs)
 
     # ------------------------------------------------------------------ the two ends of a stage
 
     def arrive(self) -> None:
-        """This stage's first layer is reached, (4)."""
-        if self.arrival.pending is None:
+        """This stage's first layer is reached, (4): the placeholders of the run get the received values."""
+        if self.pending is None:
             return
-        self.arrival.fill()
+        self.tracker.arrive()
+        path, values, numbers = self.pending.path, self.pending.tensors, self.tracker.numbers
+        self.pending = None
+        with self.tracker.paused():
+            entries = [entry for entry in path.entries if entry.number in values]
+            self.incoming = incoming = Incoming(
+                [values[entry.number] for entry in entries],
+                [entry.requires_grad for entry in entries],
+                skips=any(call.stashed for call in path.calls),
+            )
+            # behind the node of `Incoming`: what it makes of the received tensors is older than this stage's own graph
+            self._begin = graph_nodes()
+            # Nothing may hold a value when its turn comes: a view keeps its base from being swapped. So the list lets
+            # go of each value as it is taken, from the end, which is the first one.
+            incoming.tensors.reverse()
+            for entry in entries:
+                numbers.fill(entry.number, incoming.tensors.pop())
+            shared = {entry.number for entry in entries if entry.shared}
+            alive = numbers.alive() if shared else ()
+            self.copied = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
         self.tracker.digest.idle = self.stage.last  # nobody compares what follows
-        incoming = self.arrival.incoming
-        if self.training and incoming is not None and any(incoming.requires_grad):
+        if self.training and any(incoming.requires_grad):
             check_not_hidden(self.stage.first_name)
+
+    def is_older(self, tensor: Tensor | GradientEdge) -> bool:
+        """Whether a tensor of a graph was there before this stage's first layer, for earlier stages to use."""
+        node = tensor.node if isinstance(tensor, GradientEdge) else tensor.grad_fn
+        leaf = getattr(node, "variable", None if node is not None else tensor)
+        if leaf is None:
+            return bool(node._sequence_nr() < self._begin)  # type: ignore[union-attr]
+        answered = (parameter for module in self.skipped_layers.modules for parameter in module.parameters())
+        return self.tracker.is_leaf_before(leaf) or any(parameter is leaf for parameter in answered)
+
+    def check_copies(self) -> None:
+        """Raise if one of two tensors with one memory has changed since the cut at which they became two."""
+        for tensor, version, number in self.copied:
+            if version_of(tensor) != version:
+                raise CutError(
+                    f"tensor {number}, {tuple(tensor.shape)}, is changed in place after a cut, and another tensor that "
+                    "crosses the cut shares its memory.",
+                    hint="Use the out-of-place form, or .clone() one of them.",
+                )
 
     def _come_back(self, name: str, behind: str = "") -> NoReturn:
         """The step calls a layer of an earlier stage: it ends here, and on all later stages.
@@ -259,10 +296,10 @@ class StageRun:
                 "PipeStrategy(passes=n); generate() belongs into evaluation steps. Or name another sequence with "
                 "layers=... .",
             )
-        self._end_again()
+        self.end_again()
         raise EndOfStage
 
-    def _end_again(self) -> None:
+    def end_again(self) -> None:
         """This run is of no use. Those of later stages end where they come to their first call."""
         self.repeats = True
         again = Crossing(RunRecord((CallRecord(AGAIN, (), ()),), ()), {}, (0,))
@@ -272,5 +309,5 @@ class StageRun:
         """The next stage's first layer is reached, (5): collect what is alive and end the step."""
         check_surroundings(self, self.stage.next_name)
         with self.tracker.paused():
-            self.crossings = crossings_of(self.stage, self.tracker, self.arrival, self.layer_calls.routed)
+            self.crossings = crossings_of(self)
         raise EndOfStage

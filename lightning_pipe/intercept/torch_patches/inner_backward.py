@@ -16,26 +16,23 @@ from torch.autograd.graph import GradientEdge
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.autograd_graph import edge_of, nodes_behind
 from lightning_pipe.intercept.incoming import Entry
+from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.torch_patches.patch import current_run
+from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.torch_internals import run_backward
 
 
 def _run_backward(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     run = current_run()
-    if run is not None and run.arrival is None and not run.surroundings.inside:
+    if isinstance(run, TurnRun) and not run.surroundings.inside:
         raise CutError(
             "a backward pass runs in an evaluation step that calls the layers several times, on several ranks.",
             hint="Take derivatives inside one layer, or use one device.",
         )
-    if (
-        run is not None
-        and run.arrival is not None
-        and (incoming := run.arrival.incoming) is not None
-        and any(incoming.requires_grad)
-    ):
+    if isinstance(run, StageRun) and run.incoming is not None and any(run.incoming.requires_grad):
         inputs = args[3]
         # ``backward()`` has no inputs: it goes wherever the graph leads.
-        targets = [edge_of(each) for each in inputs if run.arrival.is_older(each)] if inputs else [(None, 0)]
+        targets = [edge_of(each) for each in inputs if run.is_older(each)] if inputs else [(None, 0)]
         if any(isinstance(node, Entry) for target in targets for node in nodes_behind(outputs, target)):
             raise CutError(
                 "a backward pass inside the step (torch.autograd.grad, for instance) goes back over the cut before "

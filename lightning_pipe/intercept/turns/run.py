@@ -64,7 +64,7 @@ class TurnRun:
 
     training = False
     whole = False
-    arrival = stage_here = None
+    stage_here = None
 
     def __init__(
         self,
