@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.effects import Effect
 from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.skip import SkipKey
@@ -50,7 +51,20 @@ class Shape(tuple[int, ...]):
     __slots__ = ()
 
 
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Shape)
+class Unseen:
+    """Stands for an argument of a hook that no message can hold."""
+
+    def __init__(self, kind: str) -> None:
+        vars(self)["kind"] = kind
+
+    def __getattr__(self, name: str) -> Any:
+        raise CutError(
+            f"a forward hook reads '{name}' of a {vars(self)['kind']}, on a stage that does not run the hook's layer.",
+            hint="Read tensors, numbers, strings, and tuples, lists or dictionaries of them in forward hooks.",
+        )
+
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Shape, Unseen)
 """Types of results that travel as they are."""
 
 
@@ -79,11 +93,12 @@ class CallRecord(NamedTuple):
         numbers: the numbers given to the tensors in its result, in order.
         differentiable: which of these tensors require a gradient.
         structure: for layers and modules, and torch functions that read values, or return new tensors, the pytree
-            structure of the result; ``None`` for other torch functions.
-        leaves: with a structure, the result's leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`,
-            :class:`Value` or plain values; behind them those of ``stashed`` and of ``effects``.
+            structure of the result, and if there are any, of the tensors of ``stashed`` and of what ``effects`` leave;
+            ``None`` for other torch functions.
+        leaves: with a structure, its leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`, :class:`Value` or
+            plain values.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
-        stashed: the skip connections that begin in this call; their tensors are the last leaves.
+        stashed: the skip connections that begin in this call.
         popped: the skip connections that end in it.
         effects: for layers and modules, what they leave behind besides their result.
         container: the number of the list or dictionary in the arguments that the result is, if it is one.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import LEAF, PLAIN, CallRecord, Passed, Repeated, Seen
-from lightning_pipe.intercept.effects import Effect, Watch, container_number
+from lightning_pipe.intercept.effects import Watch, container_number
 from lightning_pipe.intercept.in_place import Noted
 from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.intercept.tracker import Tracker
@@ -51,8 +51,37 @@ def recorded(
     if last is not None and _again(last, tracker, result, arguments):
         tracker.numbers.bind(result, last.numbers[0])
         return last
-    call = _describe(tracker, name, result, arguments, changed, stashed, popped, watch)
-    if usual and not call.lent and isinstance(call.leaves[0], TensorSpec):
+    # reversed: of an object that is given twice the first position counts
+    position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
+    left = [] if watch is None else [*watch.effects(tracker.numbers.derived, tracker.come_back)]
+    # of an object's tensors most are those that the other ranks know
+    known = [tracker.numbers.of(tensor) for effect, held in left if effect.state is not None for tensor in held]
+    tracker.numbers.shown.update(number for number in known if number is not None)
+    whole = (result, [*stashed.values()], [value for _, value in left]) if stashed or left else result
+    leaves, structure = ([result], LEAF) if usual else tree_flatten(whole)
+    described, new = described_leaves(tracker, name, leaves, position_of)
+    tracker.touch(new, f"the result of {name}", new=True)
+    mutated = tuple([position_of[id(tensor)] for tensor, *_ in changed])
+    # the record says already that these change: their memory needs no lender
+    others = [(at, owner) for at, owner in enumerate(arguments) if at not in mutated]
+    owners = [*others, *(() if watch is None else watch.attributes())]
+    lent = {at for leaf in new for at in tracker.in_place.lend(leaf, owners)}
+    also = [*(tensor for tensor, *_ in changed), *(one for *_, behind in changed for one in behind)]
+    numbers, differentiable = tracker.numbers.give_all(unique(also) + new if also else new)
+    call = CallRecord(
+        name,
+        numbers,
+        differentiable,
+        structure,
+        described,
+        mutated,
+        tuple(stashed),
+        popped,
+        tuple([effect for effect, _ in left]),
+        None if watch is None else container_number(watch.containers, result),
+        tuple(sorted(lent, key=str)),
+    )
+    if usual and not lent and isinstance(described[0], TensorSpec):
         last_calls[name] = call
     return call
 
@@ -79,55 +108,8 @@ def _lends_nothing(tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -
     return not (given or tracker.in_place.lend(result, enumerate(arguments)))
 
 
-def _describe(
-    tracker: Tracker,
-    name: str,
-    result: Any,
-    arguments: Sequence[Any],
-    changed: Sequence[Noted],
-    stashed: Mapping[SkipKey, Tensor | None],
-    popped: tuple[SkipKey, ...],
-    watch: Watch | None,
-) -> CallRecord:
-    # reversed: of an object that is given twice the first position counts
-    position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
-    leaves, structure = ([result], LEAF) if isinstance(result, Tensor) else tree_flatten(result)
-    leaves += [*stashed.values()]  # in this order `SkippedLayers` takes them off the end again
-    effects: list[tuple[Effect, list[Any]]] = []
-    if watch is not None:
-        effects += watch.effects(tracker.numbers.derived, tracker.come_back)
-        leaves += [leaf for _, own in effects for leaf in own]
-        # of an object's tensors most are those that the other ranks know
-        known = [tracker.numbers.of(leaf) for effect, own in effects if effect.object is not None for leaf in own]
-        tracker.numbers.shown.update(number for number in known if number is not None)
-    described, new = described_leaves(tracker, name, leaves, position_of)
-    tracker.touch(new, f"the result of {name}", new=True)
-    mutated: tuple[int, ...] = ()
-    numbered, owners = new, [*enumerate(arguments), *(() if watch is None else watch.attributes())]
-    if changed:
-        mutated = tuple([position_of[id(tensor)] for tensor, *_ in changed])
-        numbered = unique([*(tensor for tensor, *_ in changed), *(one for *_, also in changed for one in also)]) + new
-        # the record says already that the others change: their memory needs no lender
-        owners = [(at, owner) for at, owner in owners if at not in mutated]
-    lent = {at for leaf in new for at in tracker.in_place.lend(leaf, owners)}
-    numbers, differentiable = tracker.numbers.give_all(numbered)
-    return CallRecord(
-        name,
-        numbers,
-        differentiable,
-        structure,
-        described,
-        mutated,
-        tuple(stashed),
-        popped,
-        tuple([effect for effect, _ in effects]),
-        None if watch is None else container_number(watch.containers, result),
-        tuple(sorted(lent, key=str)),
-    )
-
-
 def described_leaves(
-    tracker: Tracker, name: str, leaves: Sequence[Any], arguments: Mapping[int, int], *, plain: type | None = None
+    tracker: Tracker, name: str, leaves: Sequence[Any], arguments: Mapping[int, int]
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
     """A description of every leaf, and the tensors among them that are no arguments, each once.
 
@@ -136,13 +118,12 @@ def described_leaves(
         name: the layer or module, for messages.
         leaves: the leaves.
         arguments: the positions of the arguments, by ``id``.
-        plain: a type that travels as it is, besides numbers and text.
     """
     described: list[Any] = []
     new: list[Tensor] = []
     first: dict[int, int] = {}
     for position, leaf in enumerate(leaves):
-        if leaf is None or isinstance(leaf, PLAIN) or (plain is not None and isinstance(leaf, plain)):
+        if leaf is None or isinstance(leaf, PLAIN):
             described.append(leaf)
         elif id(leaf) in arguments:
             described.append(Passed(arguments[id(leaf)]))

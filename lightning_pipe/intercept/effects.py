@@ -20,7 +20,7 @@ from lightning_pipe.intercept.kept_state import Place, is_own, written
 from lightning_pipe.intercept.objects import ObjectStates, objects_of
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.tensor_state import same_objects, version_of
-from lightning_pipe.torch_internals import tree_flatten, tree_leaves
+from lightning_pipe.torch_internals import tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward"}
@@ -31,28 +31,16 @@ _Attributes = dict[Place, tuple[Any, list[tuple[Any, int | None]]]]
 
 
 class Effect(NamedTuple):
-    """One thing left behind, and how many leaves of the call it takes.
+    """One thing left behind.
 
     Args:
-        size: number of leaves.
-        structure: their pytree structure.
-        container: for a changed list or dictionary, its number among those in the arguments.
-        path: for an attribute, the dotted path from the layer to the module that keeps it.
-        attribute: its name.
-        object: for a changed object, its number among those that the arguments lead to; its state is ``structure``.
+        where: for an attribute, its place seen from the layer; for a changed list or dictionary, its number among those
+            in the arguments; for a changed object, its number among those that the arguments lead to.
+        state: of an object, without its tensors.
     """
 
-    size: int
-    structure: Any
-    container: int | None = None
-    path: str = ""
-    attribute: str = ""
-    object: int | None = None
-
-    @property
-    def place(self) -> Place:
-        """Where the attribute is, seen from the layer."""
-        return self.path, self.attribute
+    where: Place | int
+    state: bytes | None = None
 
 
 class Watch:
@@ -112,8 +100,8 @@ class Watch:
 
     def effects(
         self, derived: Callable[[Tensor], bool], come_back: Callable[[str], None] | None
-    ) -> Iterator[tuple[Effect, list[Any]]]:
-        """What has changed since, with its leaves.
+    ) -> Iterator[tuple[Effect, Any]]:
+        """What has changed since, with the list, dictionary or attribute that it is, or the tensors of an object.
 
         Args:
             derived: whether a tensor comes from a layer or a parameter; other stages know of such a change by itself.
@@ -126,10 +114,9 @@ class Watch:
             self._objects.check_unchanged(self.name, come_back)
         for number, (container, contents) in enumerate(zip(self.containers, self._contents, strict=True)):
             if not same_objects(_contents(container), contents):
-                leaves, structure = tree_flatten(container)
-                yield Effect(len(leaves), structure, container=number), leaves
+                yield Effect(number), container
         for number, state, tensors in self._objects.changes(self.name) if self._shown else ():
-            yield Effect(len(tensors), state, object=number), list(tensors)
+            yield Effect(number, state), tensors
         if self._attributes is not None:
             yield from self._attribute_effects(self._attributes, derived)
 
@@ -159,25 +146,26 @@ class Watch:
             effects: those of the call.
             leaves: those of its arguments.
         """
-        changed = [self._objects.objects[effect.object] for effect in effects if effect.object is not None]
+        numbers = [effect.where for effect in effects if effect.state is not None]
+        changed = [self._objects.objects[number] for number in numbers if isinstance(number, int)]
         before = {id(each) for each in self._objects.objects}
         return {id(each): each for each in (*changed, *(new for new in objects_of(leaves) if id(new) not in before))}
 
     def _attribute_effects(
         self, attributes: _Attributes, derived: Callable[[Tensor], bool]
-    ) -> Iterator[tuple[Effect, list[Any]]]:
-        for (path, attribute), value in _attributes(self.module):
-            leaves, structure = tree_flatten(value)
-            former, before = attributes.get((path, attribute), (None, []))
+    ) -> Iterator[tuple[Effect, Any]]:
+        for place, value in _attributes(self.module):
+            leaves = tree_leaves(value)
+            former, before = attributes.get(place, (None, []))
             if former is value and not isinstance(value, Tensor):
                 continue  # what grows from call to call stays with its stage
             if not same_objects(leaves, [leaf for leaf, _ in before]):
-                yield Effect(len(leaves), structure, path=path, attribute=attribute), leaves
+                yield Effect(place), value
             elif any(version_of(leaf) != version for leaf, version in before) and not any(
                 isinstance(leaf, Tensor) and derived(leaf) for leaf in leaves
             ):
                 raise CutError(
-                    f"'{self.name}' changes `{written(self.name, path, attribute)}` in place, a tensor that is no "
+                    f"'{self.name}' changes `{written(self.name, *place)}` in place, a tensor that is no "
                     "buffer: other stages would not see it.",
                     hint="Register it as a buffer, or set another tensor in its place: `self.x = self.x * 0.9`.",
                 )

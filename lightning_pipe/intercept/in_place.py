@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
-from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.tensor_state import memory_of, version_of
 from lightning_pipe.intercept.torch_functions import unique
@@ -19,6 +18,22 @@ from lightning_pipe.torch_internals import storage_uses
 
 Noted = tuple[Tensor, int | None, Sequence[Tensor]]
 """A tensor before a call: its version, and what is written to as well if it changes."""
+
+
+class ParameterUse(Protocol):
+    """The module's parameters and buffers outside layers, as the interception sees them."""
+
+    def use(self, parameter: nn.Parameter, by: str = "") -> None:
+        """Note that this stage uses ``parameter`` for real, in a function; raises if this rank does not hold it."""
+
+    def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this rank may use some parameters."""
+
+    def run(self, module: str) -> None:
+        """Note that this stage runs an outside module."""
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The dotted name of a parameter or buffer of the module, ``None`` for other tensors."""
 
 
 class InPlace:

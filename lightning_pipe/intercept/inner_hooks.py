@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import PLAIN, CallRecord
+from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Unseen
 from lightning_pipe.intercept.describe import described_leaves
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.torch_internals import is_compiled, tree_flatten, tree_leaves, tree_unflatten
@@ -43,19 +43,6 @@ class HookedParts:
             compiled = parts and any(map(is_compiled, module.modules()))
             found = self._found[id(module)] = [] if compiled else parts
         return found
-
-
-class Unseen:
-    """Stands for an argument of a hook that no message can hold."""
-
-    def __init__(self, kind: str) -> None:
-        vars(self)["kind"] = kind
-
-    def __getattr__(self, name: str) -> Any:
-        raise CutError(
-            f"a forward hook reads '{name}' of a {vars(self)['kind']}, on a stage that does not run the hook's layer.",
-            hint="Read tensors, numbers, strings, and tuples, lists or dictionaries of them in forward hooks.",
-        )
 
 
 @contextmanager
@@ -116,7 +103,7 @@ def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, ar
     leaves = [leaf if id(leaf) in position_of or _is_seen(leaf) else Unseen(type(leaf).__qualname__) for leaf in leaves]
     known = [tracker.numbers.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
     tracker.numbers.shown.update(number for number in known if number is not None)
-    described, new = described_leaves(tracker, name, leaves, position_of, plain=Unseen)
+    described, new = described_leaves(tracker, name, leaves, position_of)
     numbers, differentiable = tracker.numbers.give_all(new)
     tracker.numbers.shown.update(numbers)
     return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, described, hook=hook)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from lightning_pipe.intercept.distributions import show_distributions
+from lightning_pipe.intercept.in_place import ParameterUse
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.layer_tensors import check_unchanged
-from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.recompute import BufferGuard, is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun

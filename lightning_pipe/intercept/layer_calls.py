@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import recorded
 from lightning_pipe.intercept.effects import Watch
+from lightning_pipe.intercept.in_place import ParameterUse
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.kept_state import Place, in_several_pipes, written
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.objects import objects_of
-from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
@@ -146,7 +146,7 @@ class LayerCalls:
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
                 call = recorded(cache.records, tracker, name, result, arguments, changed, stashed, popped, watch)
                 tracker.calls.append(self._noted(name, module, watch, call, referred) if self._others else call)
-                if watch is not None and any(each.object is not None for each in call.effects):
+                if watch is not None and any(each.state is not None for each in call.effects):
                     self._kept.update(watch.kept_objects(call.effects, arguments))
         finally:
             self._running, self._watch = None, None
@@ -157,7 +157,7 @@ class LayerCalls:
     ) -> CallRecord:
         """The record of a call with what the calls of its module change; the rest of what its code names counts."""
         if watch is not None and watch.seeks:
-            self.cache.keeping.update(name for effect in call.effects if effect.attribute)
+            self.cache.keeping.update(name for effect in call.effects if not isinstance(effect.where, int))
             self._note_kept(name, module, watch)
         elsewhere = self.cache.elsewhere[name]
         if referred is not None:

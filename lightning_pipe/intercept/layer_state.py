@@ -141,13 +141,13 @@ class LayerState:
         """Whether calls change an attribute."""
         return attribute in _kept.get(part, ())
 
-    def answered(self, root: nn.Module, changing: Sequence[Place], anew: Container[Place]) -> None:
+    def answered(self, root: nn.Module, changing: Sequence[Place], anew: Container[Any]) -> None:
         """The call of a module has been answered, whose calls change some attributes where it runs.
 
         Args:
             root: the module.
             changing: the attributes.
-            anew: those with tensors that the call has set, which are here for the time of the run.
+            anew: among others, those with tensors that the call has set, which are here for the time of the run.
         """
         for place in changing:
             if place[0].startswith("<"):

@@ -82,12 +82,11 @@ class SkippedLayers:
         leaves, new = self._leaves(call, arguments, old)
         tracker.follow([*written, *new], call)
         if call.changing:  # the step may have set it
-            anew = {effect.place for effect in call.effects}
-            self._cache.state.answered(module, call.changing, anew)
+            self._cache.state.answered(module, call.changing, [effect.where for effect in call.effects])
         for key in call.popped:
             del self._skips[key]
         if call.effects or call.container is not None or call.stashed:
-            objects = objects_of(arguments) if any(effect.object is not None for effect in call.effects) else []
+            objects = objects_of(arguments) if any(effect.state is not None for effect in call.effects) else []
             return self._leave(call, module, leaves, list(containers_in((*args, *kwargs.values()))), objects)
         return tree_unflatten(leaves, call.structure)
 
@@ -120,32 +119,27 @@ class SkippedLayers:
         self, call: CallRecord, module: nn.Module, leaves: list[Any], containers: list[Any], objects: list[Any]
     ) -> Any:
         """Leave behind what the call does besides its result; returns that."""
-        for effect in reversed(call.effects):  # their leaves lie behind those of the result, so the last ones go first
-            split = len(leaves) - effect.size
-            if effect.object is not None:
-                put_state(objects[effect.object], effect.structure, leaves[split:], objects)
-                del leaves[split:]
-                continue
-            value = tree_unflatten(leaves[split:], effect.structure)
-            del leaves[split:]
-            if effect.container is None:
-                key = module.get_submodule(effect.path), effect.attribute
+        whole = tree_unflatten(leaves, call.structure)
+        result, stashed, left = whole if call.stashed or call.effects else (whole, (), ())
+        for (where, state), value in zip(call.effects, left, strict=True):
+            if not isinstance(where, int):
+                key = module.get_submodule(where[0]), where[1]
                 # of one that is set again the first value alone: those in between are not held where the layer runs
                 self._former.setdefault(key, now(*key))
                 put(*key, value)
+            elif state is None:
+                replace_contents(containers[where], value)
             else:
-                replace_contents(containers[effect.container], value)
-        if call.stashed:
-            self._skips.update(zip(call.stashed, leaves[-len(call.stashed) :], strict=True))
-            del leaves[-len(call.stashed) :]
-        return tree_unflatten(leaves, call.structure) if call.container is None else containers[call.container]
+                put_state(objects[where], state, value, objects)
+        self._skips.update(zip(call.stashed, stashed, strict=True))
+        return result if call.container is None else containers[call.container]
 
     def _old(self, call: CallRecord) -> dict[int, Tensor]:
         """Tensors in objects that a skipped layer has changed, of which this rank has a value, by number of leaf.
 
         They may have changed in place there, as those of a static key-value cache do: they are to be asked for again.
         """
-        if all(effect.object is None for effect in call.effects):
+        if all(effect.state is None for effect in call.effects):
             return {}
         seen = [(number, leaf) for number, leaf in enumerate(call.leaves) if isinstance(leaf, Seen)]
         found = {number: self._tracker.numbers.find(leaf.number) for number, leaf in seen}

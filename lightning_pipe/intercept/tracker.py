@@ -15,9 +15,8 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import check_value
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Passed, Value
 from lightning_pipe.intercept.digest import Digest
-from lightning_pipe.intercept.in_place import InPlace
+from lightning_pipe.intercept.in_place import InPlace, ParameterUse
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
-from lightning_pipe.intercept.parameter_use import ParameterUse
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, no_value
 from lightning_pipe.intercept.surroundings import Surroundings
 from lightning_pipe.intercept.torch_functions import (

@@ -60,7 +60,7 @@ def test_a_result_is_described_and_answered() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     _, call, _ = recorded(Several(), x, {}, thorough=True)
     assert call.leaves[1:4] == (Repeated(0), Passed(0), 3)
-    assert [(effect.container, effect.attribute) for effect in call.effects] == [(0, ""), (None, "kept")]
+    assert [effect.where for effect in call.effects] == [0, ("", "kept")]
     other, state = Several(), dict[str, Tensor]()
     result, skipped = answered(call, other, x, state)
     assert (type(result["out"]), result["out"].shape, result["count"]) == (Placeholder, (2, 3), 3)

@@ -41,7 +41,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "whole_gradients": "trainer/whole_model/test_gradient_norms",
     },
     "engine/first_batch": {"trial_runs": "engine/first_batch/test_trial_losses"},
-    "intercept": {"contents": "intercept/test_snapshot", "parameter_use": "parameters/test_ownership"},
+    "intercept": {"contents": "intercept/test_snapshot"},
     "intercept/torch_patches": {
         "activation_checkpoints": "intercept/test_surroundings",
         "attributes": "intercept/test_layer_state",
