@@ -26,8 +26,8 @@ Path = tuple[Any, ...]
 class Change(NamedTuple):
     """One difference that a step made. A list or a set that has other elements is the same object, filled again.
 
-    ``path`` starts with the name of a module; then come attributes and keys, each with the kind of its owner. What a
-    call of a layer has changed is hidden from other ranks.
+    ``path`` starts with the name of a module; then come attributes and keys. What a call of a layer has changed is
+    hidden from other ranks.
     """
 
     kind: Literal["set", "delete", "append", "fill", "hide"]
@@ -37,8 +37,8 @@ class Change(NamedTuple):
 
 def attribute_of(change: Change) -> str:
     """The attribute, or the buffer, of its module that a change concerns."""
-    _, (_, name), *inner = change.path
-    return str(inner[0][1]) if name == "_buffers" and inner else str(name)
+    _, name, *inner = change.path
+    return str(inner[0]) if name == "_buffers" and inner else str(name)
 
 
 def owner_of(change: Change, module: nn.Module) -> Any:
@@ -49,14 +49,20 @@ def owner_of(change: Change, module: nn.Module) -> Any:
 
 def at(owner: Any, steps: Path) -> Any:
     """What is at the end of the path that begins at an object."""
-    for kind, key in steps:
-        owner = items_of(owner, kind)[key]
+    for key in steps:
+        owner = items_of(owner)[key]
     return owner
 
 
-def items_of(owner: Any, kind: str) -> Any:
+def items_of(owner: Any) -> Any:
     """Where an object has what a step of a path leads to: in itself, or in its attributes."""
-    return owner if kind == "item" else attributes_of(owner)
+    return owner if isinstance(owner, dict | list | deque | tuple | set) else attributes_of(owner)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Let a dictionary, list, deque or set, the same object, hold what another one does."""
+    container.clear()
+    container.update(content) if isinstance(container, dict | set) else container.extend(content)
 
 
 class Done(dict[int, Any]):
@@ -77,8 +83,6 @@ class Node:
     Attributes:
         kept: by key the values, each with the node that remembers what is in it, if anything there can change.
     """
-
-    kind = "item"
 
     def __init__(self, owner: Any, seen: dict[int, Node]) -> None:
         seen[id(owner)] = self  # first: what it holds may hold it
@@ -106,7 +110,7 @@ class Node:
 
     def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
         """Let the owner hold what it held; returns the owner, or what is to stand in its place."""
-        target = items_of(self.owner, self.kind)
+        target = items_of(self.owner)
         # The order of keys is not put back: a key that was deleted comes last.
         for key in now.keys() - before.keys():
             del target[key]
@@ -124,19 +128,18 @@ class Node:
     def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
         now = self.items()
         for key in self.kept.keys() - now.keys():
-            yield Change("delete", (*path, (self.kind, key)))
+            yield Change("delete", (*path, key))
         for key, value in now.items():
             kept, node = self.kept.get(key, (_MISSING, None))
             if kept is not value and not _equal_plain(kept, value):
-                yield Change("set", (*path, (self.kind, key)), value)
+                yield Change("set", (*path, key), value)
             elif node is not None:
-                yield from node.changes((*path, (self.kind, key)), seen)
+                yield from node.changes((*path, key), seen)
 
 
 class Attributes(Node):
     """The attributes of a module or another object."""
 
-    kind = "attribute"
     only: Container[str] | None
 
     def __init__(self, owner: Any, seen: dict[int, Node], skipped: frozenset[str] = frozenset()) -> None:
@@ -162,8 +165,7 @@ class _List(Node):
 
     @override
     def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
-        self.owner.clear()
-        self.owner.extend(before.values())
+        refill(self.owner, before.values())
         return self.owner
 
     @override
@@ -174,10 +176,10 @@ class _List(Node):
             return
         for index, (_, node) in self.kept.items():
             if node is not None:
-                yield from node.changes((*path, ("item", index)), seen)
+                yield from node.changes((*path, index), seen)
         if len(now) > old:
             # Told apart from other changes: a list that grows all the time is not sent whole.
-            yield Change("append", (*path, ("item", None)), now[old:])
+            yield Change("append", (*path, None), now[old:])
 
 
 class _Tuple(_List):
@@ -206,8 +208,7 @@ class _Set(Node):
     @override
     def _undo(self, done: Done) -> Any:
         if self.owner != self.elements:
-            self.owner.clear()
-            self.owner.update(self.elements)
+            refill(self.owner, self.elements)
         return self.owner
 
     @override

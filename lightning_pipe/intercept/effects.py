@@ -187,15 +187,6 @@ def container_number(containers: Sequence[Any], value: Any) -> int | None:
     return next((i for i, container in enumerate(containers) if container is value), None)
 
 
-def replace_contents(container: Any, value: Any) -> None:
-    """Let a list or dictionary, the same object, hold what ``value`` holds."""
-    if isinstance(container, dict):
-        container.clear()
-        container.update(value)
-    else:
-        container[:] = value
-
-
 def _contents(container: Any) -> list[Any]:
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
 

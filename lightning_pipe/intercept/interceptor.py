@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from lightning_pipe.intercept.distributions import show_distributions
 from lightning_pipe.intercept.in_place import ParameterUse
@@ -21,15 +22,27 @@ from lightning_pipe.intercept.recompute import BufferGuard, is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
-from lightning_pipe.intercept.torch_patches.attributes import ATTRIBUTES
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
-from lightning_pipe.intercept.torch_patches.patch import installed
+from lightning_pipe.intercept.torch_patches.patch import current_run, installed
 from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
+
+_set = nn.Module.__setattr__
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    # a compiler that traces a layer is to see what it would see without us
+    run = None if is_compiling() else current_run()
+    if run is not None:
+        run.layer_calls.setting(run, module, name, value)
+    _set(module, name, value)
+
+
+ATTRIBUTES = ((nn.Module, "__setattr__", _set_attribute),)
 
 _PATCHES = (*ATTRIBUTES, *CHECKPOINTS, *FUNCTIONS, *BACKWARD_HOOKS, *INNER_BACKWARD)
 

@@ -71,7 +71,6 @@ class LayerCalls:
         tracker: that of the run.
         skips: what is stashed and not popped yet.
         cache: what earlier runs have kept.
-        objects: whether other ranks can be shown what layers change in objects that they are given.
 
     Attributes:
         tracker, cache: as given.
@@ -85,12 +84,10 @@ class LayerCalls:
         tracker: Tracker,
         skips: StepStore,
         cache: RunCache,
-        *,
-        objects: bool = False,
     ) -> None:
         self.tracker, self.routed = tracker, dict[int, int]()
         self.ran: list[nn.Module] = []
-        self._stage, self._others, self._objects = stage, not stage.all, objects
+        self._stage, self._others = stage, tracker.partial
         self._again = cache.state.run_again
         # the objects that layers here have changed or made, by ``id``; caches of an earlier generate() must go
         self._kept = WeakValueDictionary[int, Any]()
@@ -125,7 +122,7 @@ class LayerCalls:
                 if self._others or self._again:
                     self._running = name, module
                     if self._others and not plain:
-                        self._watch = Watch(name, module, given, arguments, objects=self._objects)
+                        self._watch = Watch(name, module, given, arguments, objects=tracker.shows_objects)
                     if thorough or (self._others and name in cache.keeping):
                         self._seek()
                     values = _copies(module) if thorough and self._again else []
@@ -247,7 +244,7 @@ class LayerCalls:
         """Look for attributes, and note that the call may use the tensors that its module keeps."""
         if self._running is None or (self._watch is not None and self._watch.seeks):
             return
-        watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self._objects)
+        watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self.tracker.shows_objects)
         thorough = self.tracker.digest.thorough
         watch.seek(foreign_modules(self.cache.module, self._running[1]) if thorough else {})
         numbers = (self.tracker.numbers.of(tensor) for _, tensor in watch.attributes())

@@ -333,7 +333,7 @@ class LayerState:
         return [*found, *(Change("hide", self._path(key)) for key in learnt if id(key[0]) in self._names)]
 
     def _path(self, key: Key) -> tuple[Any, ...]:
-        return self._names[id(key[0])], ("attribute", key[1])
+        return self._names[id(key[0])], key[1]
 
     def _changed(self, formers: Mapping[Key, Any]) -> Iterator[Key]:
         for (part, attribute), former in formers.items():
@@ -342,14 +342,14 @@ class LayerState:
 
     def concerns(self, change: Change) -> bool:
         """Whether a change is one that `take` has told of."""
-        name, (_, attribute), *inner = change.path
+        name, attribute, *inner = change.path
         part = self.modules.get(name)
         return part is not None and not inner and (part in self.root_of or attribute == "training")
 
     def adopt(self, changes: Iterable[Change]) -> None:
         """Have what complete runs on another rank have set, and know what calls keep elsewhere."""
         for change in filter(self.concerns, changes):
-            part, attribute = self.modules[change.path[0]], change.path[1][1]
+            part, attribute = self.modules[change.path[0]], change.path[1]
             if change.kind == "hide":
                 _kept.setdefault(part, {})[attribute] = None
                 self._hide(part, attribute)
@@ -376,7 +376,7 @@ class LayerState:
                     value.detach().cpu() if isinstance(value, Tensor) else value
                 )
         for theirs in gather(own):
-            for (name, (_, attribute)), data in theirs.items():
+            for (name, attribute), data in theirs.items():
                 if isinstance(vars(self.modules[name]).get(attribute), AbsentValue):
                     vars(self.modules[name])[attribute] = pickle.loads(data)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.contents import Change, at, items_of
+from lightning_pipe.intercept.contents import Change, at, items_of, refill
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.intercept.uncounted import check_counted
@@ -85,21 +85,17 @@ def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
 def name_of(change: Change) -> str:
     """The attribute that has changed, as code writes it behind ``self.``; keys in the place of brackets."""
     module, *steps = change.path
-    return ".".join([*([module] if module else []), *(str(key) for _, key in steps if key not in (None, "_buffers"))])
+    return ".".join([*([module] if module else []), *(str(key) for key in steps if key not in (None, "_buffers"))])
 
 
 def _apply(owner: Any, change: Change) -> None:
-    kind, key = change.path[-1]
-    target = items_of(owner, kind)
+    key, target = change.path[-1], items_of(owner)
     if change.kind == "append":
         target.extend(change.value)
     elif change.kind == "delete":
         target.pop(key, None)
     elif change.kind == "fill" and type(_now(target, key)) is type(change.value):
-        # others may hold it, too
-        filled = target[key]
-        filled.clear()
-        filled.update(change.value) if isinstance(filled, set) else filled.extend(change.value)
+        refill(target[key], change.value)  # others may hold it, too
     else:
         value = change.value
         if isinstance(value, Tensor) and _fits(_now(target, key), value):

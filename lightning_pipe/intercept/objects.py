@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.contents import refill
 from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.user_objects import attributes_of
 from lightning_pipe.torch_internals import tree_flatten
@@ -102,16 +103,10 @@ def objects_of(leaves: Sequence[Any]) -> list[Any]:
 
 def _merged(old: Any, new: Any) -> Any:
     """The new value; in the old list or dictionary if it was one, to which others may refer."""
-    if type(old) is not type(new):
+    if type(old) is not type(new) or not isinstance(old, list | dict):
         return new
-    if isinstance(old, list):
-        old[:] = new
-        return old
-    if isinstance(old, dict):
-        old.clear()
-        old.update(new)
-        return old
-    return new
+    refill(old, new)
+    return old
 
 
 def _objects(values: Sequence[Any]) -> Iterator[Any]:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
-from lightning_pipe.intercept.effects import containers_in, replace_contents
+from lightning_pipe.intercept.contents import refill
+from lightning_pipe.intercept.effects import containers_in
 from lightning_pipe.intercept.inner_hooks import act
 from lightning_pipe.intercept.kept_state import Key, now, put, put_all
 from lightning_pipe.intercept.layer_calls import RunCache
@@ -128,7 +129,7 @@ class SkippedLayers:
                 self._former.setdefault(key, now(*key))
                 put(*key, value)
             elif state is None:
-                replace_contents(containers[where], value)
+                refill(containers[where], value)
             else:
                 put_state(objects[where], state, value, objects)
         self._skips.update(zip(call.stashed, stashed, strict=True))

@@ -75,7 +75,7 @@ class Snapshot:
         """Count from now on what has become different so far, and nothing else; whether anything has."""
         found: dict[str, set[str]] = {}
         for change in self.changes():
-            found.setdefault(change.path[0], set()).add(change.path[1][1])
+            found.setdefault(change.path[0], set()).add(change.path[1])
         self._nodes = {name: self._nodes[name] for name in found}
         for name, node in self._nodes.items():
             node.only, node.kept = found[name], {key: node.kept[key] for key in node.kept.keys() & found[name]}

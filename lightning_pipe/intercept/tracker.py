@@ -66,11 +66,13 @@ class Tracker(TorchFunctionMode):
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
         changing: told which tensors a function is about to change in place; ``None``: nobody asks.
         function: the ``torch.autograd.Function`` that is being applied, if any.
+        shows_objects: whether other ranks can be shown what layers change in objects that they are given.
     """
 
     come_back: Callable[[str], None] | None = None
     changing: Callable[[Sequence[Tensor], str], None] | None = None
     function = ""
+    shows_objects = False
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
 from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.interceptor import ATTRIBUTES
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.torch_patches.attributes import ATTRIBUTES
 from lightning_pipe.intercept.torch_patches.patch import installed
 
 
@@ -245,7 +245,7 @@ def test_a_module_that_is_whole_again_has_it_on_all_ranks() -> None:
     first.a.calls, first.a.items = 3, [lambda: None]  # which cannot be sent
     for name in ("calls", "items"):
         first.state.keep(first.a, name)
-        last.state.adopt([Change("hide", ("a", ("attribute", name)))])
+        last.state.adopt([Change("hide", ("a", name))])
     given: list[Any] = []
     first.state.share(lambda own: given.append(own) or [own])
     last.state.share(lambda own: [own, *given])

@@ -183,8 +183,8 @@ def test_views_of_tensors_on_the_other_side_stay_views(module: Module) -> None:
 
 
 def test_changes_are_named_as_code_writes_them() -> None:
-    buffer = Change("set", ("layers.1", ("attribute", "_buffers"), ("item", "t")), 1.0)
+    buffer = Change("set", ("layers.1", "_buffers", "t"), 1.0)
     assert name_of(buffer) == "layers.1.t"
-    assert name_of(Change("set", ("", ("attribute", "scale")), 1.0)) == "scale"
-    _, lost = portable([Change("set", ("layers.1", ("attribute", "t")), lambda: None)])
+    assert name_of(Change("set", ("", "scale"), 1.0)) == "scale"
+    _, lost = portable([Change("set", ("layers.1", "t"), lambda: None)])
     assert lost == ["layers.1.t"]

@@ -87,7 +87,7 @@ class TurnRun:
         # every rank is shown all calls, in their order
         self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
-        self.layer_calls = LayerCalls(everything, self.tracker, self.skips, cache, objects=True)
+        self.layer_calls = LayerCalls(everything, self.tracker, self.skips, cache)
 
     def is_behind(self, root: str) -> bool:
         """Whether the step is behind what runs a layer or outside module: all ranks run all of it."""

@@ -42,6 +42,8 @@ class TurnTracker(Tracker):
         generators: of the random numbers that all ranks draw alike.
     """
 
+    shows_objects = True
+
     def __init__(
         self,
         mail: Mail,
