@@ -19,7 +19,8 @@ from lightning_pipe.intercept.user_objects import LARGE, attributes_of, is_objec
 _CLONED = 1 << 16
 """Tensors of up to this many elements are cloned, so that a change in place can be undone."""
 
-_MISSING = object()
+MISSING = object()
+"""Stands for what is not there."""
 Path = tuple[Any, ...]
 
 
@@ -33,18 +34,6 @@ class Change(NamedTuple):
     kind: Literal["set", "delete", "append", "fill", "hide"]
     path: Path
     value: Any = None
-
-
-def attribute_of(change: Change) -> str:
-    """The attribute, or the buffer, of its module that a change concerns."""
-    _, name, *inner = change.path
-    return str(inner[0]) if name == "_buffers" and inner else str(name)
-
-
-def owner_of(change: Change, module: nn.Module) -> Any:
-    """The list, dictionary or object in a module that has changed; ``None``: an attribute has another value."""
-    owner = at(module, change.path[1:] if change.kind == "fill" else change.path[1:-1])
-    return None if owner is module or owner is module._buffers else owner
 
 
 def at(owner: Any, steps: Path) -> Any:
@@ -63,6 +52,10 @@ def refill(container: Any, content: Any) -> None:
     """Let a dictionary, list, deque or set, the same object, hold what another one does."""
     container.clear()
     container.update(content) if isinstance(container, dict | set) else container.extend(content)
+
+
+Found = tuple[Any, Change]
+"""A difference, and the list, dictionary, object or other thing in which it is."""
 
 
 class Done(dict[int, Any]):
@@ -119,20 +112,20 @@ class Node:
                 target[key] = value
         return self.owner
 
-    def changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+    def changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
         """The differences from the content remembered, unless they have been reported under another path."""
         if id(self) not in seen:
             seen.add(id(self))
             yield from self._changes(path, seen)
 
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
         now = self.items()
         for key in self.kept.keys() - now.keys():
-            yield Change("delete", (*path, key))
+            yield self.owner, Change("delete", (*path, key))
         for key, value in now.items():
-            kept, node = self.kept.get(key, (_MISSING, None))
-            if kept is not value and not _equal_plain(kept, value):
-                yield Change("set", (*path, key), value)
+            kept, node = self.kept.get(key, (MISSING, None))
+            if kept is not value and not equal_plain(kept, value):
+                yield self.owner, Change("set", (*path, key), value)
             elif node is not None:
                 yield from node.changes((*path, key), seen)
 
@@ -169,17 +162,17 @@ class _List(Node):
         return self.owner
 
     @override
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
         now, old = list(self.owner), len(self.kept)
         if not same_objects(now[:old], [value for value, _ in self.kept.values()]):
-            yield Change("fill", path, self.owner)
+            yield self.owner, Change("fill", path, self.owner)
             return
         for index, (_, node) in self.kept.items():
             if node is not None:
                 yield from node.changes((*path, index), seen)
         if len(now) > old:
             # Told apart from other changes: a list that grows all the time is not sent whole.
-            yield Change("append", (*path, None), now[old:])
+            yield self.owner, Change("append", (*path, None), now[old:])
 
 
 class _Tuple(_List):
@@ -191,11 +184,11 @@ class _Tuple(_List):
         return kind._make(before.values()) if hasattr(kind, "_make") else kind(before.values())
 
     @override
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
-        for change in super()._changes(path, seen):
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+        for owner, change in super()._changes(path, seen):
             # a tensor or an array that has changed: other ranks get another tuple with it
             inner = change.kind == "set" and change.path[:-1] == path
-            yield Change("set", path, self.owner) if inner else change
+            yield owner, Change("set", path, self.owner) if inner else change
 
 
 class _Set(Node):
@@ -212,9 +205,9 @@ class _Set(Node):
         return self.owner
 
     @override
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
         if self.owner != self.elements:
-            yield Change("fill", path, self.owner)
+            yield self.owner, Change("fill", path, self.owner)
 
 
 class _Tensor(Node):
@@ -261,10 +254,10 @@ class _Tensor(Node):
         return self.owner
 
     @override
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Change]:
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
         # it may have been filled with the values that it had
         if self._changed() and (self.former is None or not same_values(self.owner, self.former)):
-            yield Change("set", path, self.owner)
+            yield self.owner, Change("set", path, self.owner)
 
 
 def _node(value: Any, seen: dict[int, Node]) -> Node | None:
@@ -293,6 +286,6 @@ _NODES: tuple[tuple[Any, type[Any]], ...] = (
 )
 
 
-def _equal_plain(one: Any, other: Any) -> bool:
+def equal_plain(one: Any, other: Any) -> bool:
     """Equal without being the same object: numbers and strings alone."""
     return type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other

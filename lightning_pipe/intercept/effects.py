@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.contents import attribute_of, owner_of
 from lightning_pipe.intercept.kept_state import Place, is_own, written
 from lightning_pipe.intercept.objects import ObjectStates, objects_of
 from lightning_pipe.intercept.snapshot import Snapshot
@@ -122,22 +120,21 @@ class Watch:
 
     def kept(self) -> dict[Place, list[Any]]:
         """Where the call has changed what its module keeps, with the lists, dictionaries and objects that changed."""
-        found: dict[Place, list[Any]] = {}
-        for change in () if self._kept is None else self._kept.changes():
-            part = self.module.get_submodule(change.path[0])
-            altered = found.setdefault((change.path[0], attribute_of(change)), [])
-            owner = change.value if isinstance(change.value, np.ndarray) else owner_of(change, part)
-            altered += [] if owner is None else [owner]
-        return found
+        found = () if self._kept is None else self._kept.altered()
+        return {place: [each for each in altered if not isinstance(each, Tensor)] for place, _, altered in found}
 
     def altered(self) -> Iterator[tuple[Place, bool]]:
-        """Where the call has changed what its module has kept since before, and whether it has done so in place."""
-        return iter(()) if self._kept is None else self._kept.altered()
+        """Where the call has changed what its module has kept since before, and whether it has done so in place.
 
-    def foreign_changes(self) -> Iterator[tuple[str, str]]:
+        Not buffers: of these `BufferGuard` tells.
+        """
+        for place, known, altered in () if self._kept is None else self._kept.altered():
+            if known and place[1] not in self.module.get_submodule(place[0])._buffers:
+                yield place, bool(altered)
+
+    def foreign_changes(self) -> Iterator[Place]:
         """What has changed in other modules: their names, and the attributes."""
-        for change in () if self._foreign is None else self._foreign.changes():
-            yield change.path[0], attribute_of(change)
+        yield from (place for place, *_ in (() if self._foreign is None else self._foreign.altered()))
 
     def kept_objects(self, effects: Iterable[Effect], leaves: Sequence[Any]) -> dict[int, Any]:
         """The objects that the call has changed, and those that it has put into them, by ``id``.

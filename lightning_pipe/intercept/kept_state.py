@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.contents import MISSING
 from lightning_pipe.intercept.snapshot import is_compared
 from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.intercept.user_objects import inside, is_object
@@ -24,7 +25,6 @@ Place = tuple[str, str]
 """The path from a module to a part of it, and the name of an attribute or buffer there."""
 Key = tuple[nn.Module, str]
 """A module, and the name of an attribute or buffer of it."""
-MISSING = object()
 
 
 def now(part: nn.Module, attribute: str) -> Any:

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
-from lightning_pipe.intercept.contents import Change
+from lightning_pipe.intercept.contents import MISSING, Change
 from lightning_pipe.intercept.kept_state import (
-    MISSING,
     Key,
     Place,
     alike,

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import is_absent
-from lightning_pipe.intercept.contents import attribute_of
 from lightning_pipe.intercept.kept_state import is_own, written
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.snapshot import Snapshot
@@ -75,7 +74,7 @@ def check_held(before: Snapshot, state: LayerState) -> None:
         CutError: the step has changed something else than what it has set, or calls keep.
     """
     for change in before.changes():
-        name, attribute = change.path[0], attribute_of(change)
+        name, attribute = change.path[:2]  # without buffers, and first those of `around`
         part = state.modules.get(name)
         if part is not None and not (state.is_kept(part, attribute) or (part, attribute) in state.set_by_run):
             raise CutError(

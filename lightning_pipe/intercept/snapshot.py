@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
-from lightning_pipe.intercept.contents import Attributes, Change, Done, Node
-from lightning_pipe.intercept.user_objects import attributes_of
+from lightning_pipe.intercept.contents import MISSING, Attributes, Change, Done, Node, equal_plain
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 # Parameters and submodules are not looked at: a step leaves them as they are. Buffers change in forward passes.
@@ -81,21 +81,24 @@ class Snapshot:
             node.only, node.kept = found[name], {key: node.kept[key] for key in node.kept.keys() & found[name]}
         return bool(found)
 
-    def altered(self) -> Iterator[tuple[tuple[str, str], bool]]:
-        """The modules' names and attributes that had a value before, and have another one, or one changed in place.
+    def altered(self) -> Iterator[tuple[tuple[str, str], bool, list[Any]]]:
+        """The modules' names and attributes or buffers that have another value, or one in which something has changed.
 
-        With each, whether what it referred to has changed in place, whatever is there now.
+        With each, whether it had a value before, and what has changed in place, whatever is there now.
         """
         with DisableTorchFunction():
             for name, node in self._nodes.items():
-                now = attributes_of(node.owner)
-                for attribute, (value, inner) in node.kept.items():
-                    in_place = inner is not None and any(True for _ in inner.changes((), set()))
-                    if attribute != "_buffers" and (in_place or now.get(attribute, self) is not value):
-                        yield (name, attribute), in_place
+                for holder in filter(None, (node, node.kept.get("_buffers", (None, None))[1])):
+                    now = holder.items()
+                    for key in (each for each in holder.kept | now if each != "_buffers"):
+                        former, inner = holder.kept.get(key, (MISSING, None))
+                        owners = [] if inner is None else [owner for owner, _ in inner.changes((), set())]
+                        value = now.get(key, MISSING)
+                        if owners or not (value is former or equal_plain(value, former)):
+                            yield (name, key), former is not MISSING, owners
 
     def changes(self) -> list[Change]:
         """What has become different since."""
         with DisableTorchFunction():
             seen: set[int] = set()
-            return [change for name, node in self._nodes.items() for change in node.changes((name,), seen)]
+            return [change for name, node in self._nodes.items() for _, change in node.changes((name,), seen)]

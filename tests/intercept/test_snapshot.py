@@ -160,11 +160,17 @@ def test_what_has_changed_in_place_is_told_whatever_stands_there_now() -> None:
     module = Holder()
     before = Snapshot({"part": module})
     module.number, module.items = 2, [*module.items, 3]
-    assert dict(before.altered()) == {("part", "number"): False, ("part", "items"): False}
+    assert [*before.altered()] == [(("part", "number"), True, []), (("part", "items"), True, [])]
     before = Snapshot({"part": module})
-    module.items.append(4)
-    module.items = []
-    assert [*before.altered()] == [(("part", "items"), True)]
+    items = module.items
+    items.append(4)
+    module.mean.add_(1)
+    module.items, module.new = [], 1
+    assert [*before.altered()] == [
+        (("part", "items"), True, [items]),
+        (("part", "new"), False, []),
+        (("part", "mean"), True, [module.mean]),
+    ]
 
 
 def test_a_large_tensor_cannot_be_put_back() -> None:
