@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -15,13 +15,13 @@ from lightning_pipe.intercept.describe import recorded
 from lightning_pipe.intercept.effects import Watch
 from lightning_pipe.intercept.in_place import ParameterUse
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
-from lightning_pipe.intercept.kept_state import Place, in_several_pipes, written
+from lightning_pipe.intercept.kept_state import Place, in_several_pipes, is_own, written
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
-from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared, foreign_modules
+from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import copy_of, counting, same_values
 from lightning_pipe.intercept.torch_functions import FLAT
@@ -57,10 +57,10 @@ class RunCache:
         self.keeping, self.records, self.hooked = set[str](), dict[str, CallRecord](), HookedParts()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
 
-    def referred(self, name: str, module: nn.Module) -> Iterable[tuple[Label, Any]]:
+    def references(self, name: str, module: nn.Module) -> References:
         """What the code of a layer or outside module names besides tensors."""
         state = self.state
-        return References(module).values(lambda part: state.same_stage(name, part), state.is_computing)
+        return References(module, lambda part: state.same_stage(name, part), state.is_computing)
 
 
 class LayerCalls:
@@ -113,19 +113,12 @@ class LayerCalls:
                 if self._kept:
                     tracker.touch(self._moved(arguments), name)
                 tracker.digest.call(name, arguments, module)
-                thorough = tracker.digest.thorough
-                counts = thorough and not tracker.digest.idle
-                referred = tracker.digest.referred(cache.referred(name, module)) if counts else None
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
-                if self._others or self._again:
-                    self._running = name, module
-                    if self._others and not plain:
-                        self._watch = Watch(name, module, given, arguments, objects=tracker.shows_objects)
-                    if thorough or (self._others and name in cache.keeping):
-                        self._seek()
-                    values = _copies(module) if thorough and self._again else []
+                watched = self._others or self._again
+                references = self._begin(name, module, () if plain else given, arguments) if watched else None
+                values = _copies(module) if self._again and references is not None else []
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -142,28 +135,48 @@ class LayerCalls:
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
                 call = recorded(cache.records, tracker, name, result, arguments, changed, stashed, popped, watch)
-                tracker.calls.append(self._noted(name, module, watch, call, referred) if self._others else call)
+                tracker.calls.append(self._noted(name, module, watch, call, references) if self._others else call)
                 if watch is not None and any(each.state is not None for each in call.effects):
                     self._kept.update(watch.kept_objects(call.effects, arguments))
         finally:
             self._running, self._watch = None, None
         return result
 
+    def _begin(self, name: str, module: nn.Module, given: Sequence[Any], arguments: Sequence[Any]) -> References | None:
+        """Look at what a call changes from here on; returns what its code names, in a thorough run.
+
+        Args:
+            name: the layer or outside module.
+            module: the module.
+            given: what it is given, unless nothing in that can change.
+            arguments: the leaves of that.
+        """
+        self._running, digest = (name, module), self.tracker.digest
+        references = self.cache.references(name, module) if digest.thorough else None
+        if references is not None and not digest.idle:
+            references.before = digest.referred(references.values())
+        if self._others and given:
+            self._watch = Watch(name, module, given, arguments, objects=self.tracker.shows_objects)
+        if references is not None or (self._others and name in self.cache.keeping):
+            self._seek(references)
+        return references
+
     def _noted(
-        self, name: str, module: nn.Module, watch: Watch | None, call: CallRecord, referred: dict[Label, int] | None
+        self, name: str, module: nn.Module, watch: Watch | None, call: CallRecord, references: References | None
     ) -> CallRecord:
         """The record of a call with what the calls of its module change; the rest of what its code names counts."""
         if watch is not None and watch.seeks:
             self.cache.keeping.update(name for effect in call.effects if not isinstance(effect.where, int))
             self._note_kept(name, module, watch)
         elsewhere = self.cache.elsewhere[name]
-        if referred is not None:
-            now = self.tracker.digest.referred(self.cache.referred(name, module))
-            elsewhere |= {each: None for each in now if each[0].startswith("<") and now[each] != referred.get(each)}
+        before = None if references is None else references.before
+        if references is not None and before is not None:
+            now = self.tracker.digest.referred(references.values())
+            elsewhere |= {each: None for each in now if each[0].startswith("<") and now[each] != before.get(each)}
         if changing := (*self.cache.state.kept(module), *elsewhere):
             call = call._replace(changing=changing)
-        if referred is not None:
-            self.tracker.digest.refer(referred, call.changing)
+        if before is not None:
+            self.tracker.digest.refer(before, call.changing)
         return call
 
     def has_run(self, part: nn.Module) -> bool:
@@ -240,13 +253,14 @@ class LayerCalls:
         kept = [list(vars(each).values()) for each in objects_of(arguments) if id(each) in self._kept]
         return [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Placeholder)]
 
-    def _seek(self) -> None:
+    def _seek(self, references: References | None = None) -> None:
         """Look for attributes, and note that the call may use the tensors that its module keeps."""
         if self._running is None or (self._watch is not None and self._watch.seeks):
             return
         watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self.tracker.shows_objects)
-        thorough = self.tracker.digest.thorough
-        watch.seek(foreign_modules(self.cache.module, self._running[1]) if thorough else {})
+        reached = () if references is None else references.reached
+        parts = self.cache.module.named_modules() if reached else ()
+        watch.seek({name: part for name, part in parts if part in reached and is_own(part)})
         numbers = (self.tracker.numbers.of(tensor) for _, tensor in watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
 

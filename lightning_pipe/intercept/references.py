@@ -38,13 +38,23 @@ class References:
 
     Args:
         module: the layer or outside module.
+        skip: whether what a module that is reached keeps is not to be compared.
+        computing: whether a module is a part of a layer or outside module: its tensors belong to its stage.
+
+    Attributes:
+        reached: the modules that it reaches and that are no parts of it.
+        before: the numbers of the values before the call; see `Digest.referred`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self, module: nn.Module, skip: Callable[[nn.Module], bool], computing: Callable[[nn.Module], bool]
+    ) -> None:
+        self._skip, self._computing = skip, computing
+        self.before: dict[Label, int] | None = None
         self._own = {part: path for path, part in module.named_modules()}
         self._names: set[str] = set()
         self._functions: dict[types.FunctionType, None] = {}
-        self._globals: dict[Label, Any] = {}
+        self._globals: dict[Label, Callable[[], Any]] = {}
         self.reached: dict[nn.Module, None] = {}
         for part in self._own:
             # other hooks are code outside layers, which all stages run
@@ -66,13 +76,14 @@ class References:
                 self._functions[found] = None
                 self._names |= _names_in(found.__code__)
                 for name, cell in zip(found.__code__.co_freevars, found.__closure__ or (), strict=False):
-                    self._note(found, name, _content_of(cell))
+                    self._note(found, name, functools.partial(_content_of, cell))
                 for name in sorted(_names_in(found.__code__) & found.__globals__.keys()):
-                    self._note(found, name, found.__globals__[name])
+                    self._note(found, name, functools.partial(found.__globals__.get, name))
 
-    def _note(self, function: types.FunctionType, name: str, value: Any) -> None:
+    def _note(self, function: types.FunctionType, name: str, read: Callable[[], Any]) -> None:
+        value = read()
         if _is_compared(value):
-            self._globals[f"<{function.__module__}>", name] = value
+            self._globals[f"<{function.__module__}>", name] = read
         if not isinstance(value, types.FunctionType) or name in function.__code__.co_freevars:
             self._follow(value)
 
@@ -89,25 +100,18 @@ class References:
                 self._follow(value)
             pending += [found for found in self.reached if found not in before]
 
-    def values(
-        self, skip: Callable[[nn.Module], bool], computing: Callable[[nn.Module], bool]
-    ) -> Iterator[tuple[Label, Any]]:
-        """All of these values, with where they are.
-
-        Args:
-            skip: whether what a module that is reached keeps is not to be compared.
-            computing: whether a module is a part of a layer or outside module: its tensors belong to its stage.
-        """
-        yield from self._globals.items()
+    def values(self) -> Iterator[tuple[Label, Any]]:
+        """All of these values as they are now, with where they are."""
+        yield from ((label, read()) for label, read in self._globals.items())
         for part, path in self._own.items():
             yield from (((path, name), value) for name, value in self._attributes(part) if _is_compared(value))
-        for number, part in enumerate(each for each in self.reached if not skip(each)):
-            tensors = {} if computing(part) else part._buffers
+        for number, part in enumerate(each for each in self.reached if not self._skip(each)):
+            tensors = {} if self._computing(part) else part._buffers
             for name, value in (
                 *self._attributes(part),
                 *((n, each) for n, each in tensors.items() if n in self._names),
             ):
-                if _is_compared(value) or (type(value) is Tensor and not computing(part)):
+                if _is_compared(value) or (type(value) is Tensor and not self._computing(part)):
                     yield (f"<{number}>", name), value
 
     def _attributes(self, part: nn.Module) -> Iterator[tuple[str, Any]]:

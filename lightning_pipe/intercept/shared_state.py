@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.kept_state import Place, is_data, is_own, written
-from lightning_pipe.intercept.references import References, walk
+from lightning_pipe.intercept.kept_state import Place, is_data, written
+from lightning_pipe.intercept.references import walk
 from lightning_pipe.intercept.user_objects import values_in
 
 _HINT = (
@@ -62,12 +62,6 @@ def check_not_shared(
                     "share: stages would see different ones.",
                     hint=_HINT,
                 )
-
-
-def foreign_modules(module: nn.Module, root: nn.Module) -> dict[str, nn.Module]:
-    """The modules of the user's that a module may change and that are no parts of it, by their names."""
-    reached = References(root).reached
-    return {name: part for name, part in module.named_modules() if part in reached and is_own(part)}
 
 
 def changed_elsewhere(name: str, changed: str) -> CutError:

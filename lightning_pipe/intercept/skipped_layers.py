@@ -59,7 +59,9 @@ class SkippedLayers:
         act(tracker, module, args, kwargs, self._leaves)
         thorough = tracker.digest.counts_references(len(tracker.calls))
         if thorough and (following := tracker.following()) is not None and following.name == name:
-            tracker.digest.refer(tracker.digest.referred(self._cache.referred(name, module)), following.changing)
+            tracker.digest.refer(
+                tracker.digest.referred(self._cache.references(name, module).values()), following.changing
+            )
         call = tracker.expect(name)
         self._cache.state.check_called(name, module)
         tracker.note_read(tensors)

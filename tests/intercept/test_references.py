@@ -54,7 +54,7 @@ class Owner(nn.Module):
 
 
 def values(layer: nn.Module) -> dict[Any, Any]:
-    return dict(References(layer).values(lambda _: False, lambda _: False))
+    return dict(References(layer, lambda _: False, lambda _: False).values())
 
 
 def test_own_attributes_and_globals_that_are_named_are_found() -> None:
@@ -70,7 +70,7 @@ def test_of_another_module_what_the_code_names_is_found() -> None:
 
 def test_what_runs_in_the_same_stage_is_left_out() -> None:
     owner = Owner()
-    found = References(ReadsItsOwner(owner=[owner])).values(lambda part: part is owner, lambda _: True)
+    found = References(ReadsItsOwner(owner=[owner]), lambda part: part is owner, lambda _: True).values()
     assert not any(path == "<0>" for (path, _), _ in found)
 
 
