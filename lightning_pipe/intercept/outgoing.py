@@ -42,7 +42,7 @@ def crossings_of(run: StageRun) -> dict[int, Crossing]:
         if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in tracker.numbers.unfilled
     ]
     for _, tensor in alive:  # all of them: which ones the next stages use is known after the batch alone
-        check_plain(tensor, stage.next_name)
+        check_plain(tensor, f"crosses the cut before layer '{stage.next_name}'")
     # What came as copies of one memory still stands for one memory where it goes next.
     shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in run.copied}
     calls, next_stage = tuple(tracker.calls), stage.stage + 1
@@ -60,12 +60,12 @@ def crossings_of(run: StageRun) -> dict[int, Crossing]:
     }
 
 
-def check_plain(tensor: Tensor, layer: str) -> None:
-    """Raise if a tensor would come out of a message as something else."""
+def check_plain(tensor: Tensor, where: str) -> None:
+    """Raise if a tensor would come out of a message as something else; ``where`` says what it does."""
     if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested tensor" if tensor.is_nested else f"{type(tensor).__qualname__} with {tensor.layout}"
         raise CutError(
-            f"a {kind} crosses the cut before layer '{layer}': only torch.Tensor with torch.strided travels.",
+            f"a {kind} {where}: only torch.Tensor with torch.strided travels.",
             hint="Use x.as_subclass(torch.Tensor) before the layers, x.to_dense() or a padded tensor with its lengths.",
         )
 

@@ -30,4 +30,4 @@ def test_entries_say_what_travels() -> None:
 @pytest.mark.parametrize("tensor", [torch.ones(2).to_sparse(), nn.Parameter(torch.ones(2))], ids=["sparse", "type"])
 def test_other_kinds_of_tensors_do_not_travel(tensor: Tensor) -> None:
     with pytest.raises(CutError, match="crosses the cut before layer 'next'"):
-        check_plain(tensor, "next")
+        check_plain(tensor, "crosses the cut before layer 'next'")

@@ -43,7 +43,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     "engine/first_batch": {"trial_runs": "engine/first_batch/test_trial_losses"},
     "intercept": {"contents": "intercept/test_snapshot"},
     "intercept/torch_patches": {"activation_checkpoints": "intercept/test_surroundings"},
-    "intercept/turns": {"messages": "intercept/turns/test_run", "tracker": "intercept/turns/test_run"},
+    "intercept/turns": {"tracker": "intercept/turns/test_run"},
     "parameters": {"releasing": "parameters/test_ownership"},
     "partition": {"cache": "partition/test_calls", "holding": "planning/test_memory"},
     "planning": {

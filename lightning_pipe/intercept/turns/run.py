@@ -36,8 +36,7 @@ from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import EndOfStage
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_within
-from lightning_pipe.intercept.turns.messages import Mail
-from lightning_pipe.intercept.turns.tracker import TurnTracker
+from lightning_pipe.intercept.turns.tracker import Mail, TurnTracker
 from lightning_pipe.skip import SkipKey, StepStore, stored_in
 from lightning_pipe.torch_internals import tree_leaves
 

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import CallRecord
+from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.in_place import ParameterUse
 from lightning_pipe.intercept.numbers import SAME_PATH, Numbers
+from lightning_pipe.intercept.outgoing import check_plain, entry_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.torch_functions import METADATA, draws, function_name, leaves_of
 from lightning_pipe.intercept.tracker import Tracker
-from lightning_pipe.intercept.turns.messages import Mail, Sent, Turn
-from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import storage_uses
+
+
+class Mail(Protocol):
+    """Brings objects to the other ranks of a pipeline; those from one rank arrive in order."""
+
+    rank: int
+    ranks: int
+
+    def send(self, obj: Any, rank: int) -> None:
+        """Start to send an object, which may be changed at once."""
+
+    def receive(self, rank: int) -> Any:
+        """The next object that a rank sends."""
 
 
 class TurnTracker(Tracker):
@@ -30,8 +43,8 @@ class TurnTracker(Tracker):
     learn what the code has read from tensors. The turn passes on where a layer of another rank is called, or code needs
     a parameter of another rank: all ranks see that by themselves, since they run the same code.
 
-    Values that the next layer is given go with the turn. Any other value is asked for when it is needed; the ranks
-    without the turn answer while they wait.
+    What a rank did in its turn, and the values that the next layer is given, are a `Crossing`. Any other value is asked
+    for by its number when it is needed; the ranks without the turn answer with one without calls while they wait.
 
     Args:
         mail: reaches the other ranks.
@@ -72,51 +85,50 @@ class TurnTracker(Tracker):
         if rank == turn.holder:
             return
         with self.paused():
-            values: dict[int, Sent] = {}
+            told = None
             if turn.mine:
-                turn.check_changes(self.calls, self.numbers)
                 self._tell(rank, given)
             else:
-                values = self.learn()
+                told = self.learn()
             turn.end(rank, self.calls)
             self.waiting = not turn.mine
-            if turn.mine:
-                self._fill(values)
+            if told is not None and turn.mine:
+                self._fill(told)
 
     def _tell(self, rank: int, given: Iterable[Any]) -> None:
         """Tell all others what this rank has done in its turn."""
+        self.turn.check_changes(self.calls, self.numbers)
         numbers = {number for each in given if isinstance(each, Tensor) and (number := self._real(each)) is not None}
         known = self.turn.known.setdefault(rank, set())
         calls = tuple(self.calls[self.turn.begin :])
-        for peer in self._others():
+        for peer in (each for each in range(self._mail.ranks) if each != self._mail.rank):
             # All must know what was called; values are for the rank that goes on, and it keeps them.
-            values = self._values(sorted(numbers - known)) if peer == rank else {}
-            self._mail.send(Turn(calls, values), peer)
+            self._mail.send(self._crossing(sorted(numbers - known) if peer == rank else (), calls), peer)
         known |= numbers
 
-    def learn(self) -> dict[int, Sent]:
-        """Learn what the rank with the turn has done, until it ends its turn; returns the values that came along."""
-        values = self._ask()
+    def learn(self) -> Crossing:
+        """Learn what the rank with the turn has done, until it ends its turn; returns that."""
+        told = self._ask()
         if len(self.calls) != len(self._expected):
             raise CutError(
                 f"this rank has followed {len(self.calls)} calls outside its layers, rank {self.turn.holder} has made "
                 f"{len(self._expected)}.",
                 hint=SAME_PATH,
             )
-        return values
+        return told
 
-    def _ask(self) -> dict[int, Sent]:
+    def _ask(self) -> Crossing:
         """Wait for what the rank with the turn tells, and answer what it asks."""
         turn = self.turn
         while turn.told is None:
             with self.paused():
                 message = self._mail.receive(turn.holder)
-                if isinstance(message, Turn):
+                if isinstance(message, Crossing):
                     turn.told = message
-                    self._expected = (*self.calls, *message.calls)
+                    self._expected = (*self.calls, *message.path.calls)
                 else:
-                    self._mail.send(self._values(message), turn.holder)
-        return turn.told.values
+                    self._mail.send(self._crossing(message), turn.holder)
+        return turn.told
 
     def finish(self, rank: int, result: Iterable[Any]) -> bool:
         """The step is about to return: ``rank`` gets all values that are left; returns whether it is this one."""
@@ -126,14 +138,8 @@ class TurnTracker(Tracker):
                 self.learn()
                 return False
             self._fetch([tensor for _, tensor in self.numbers.alive() if isinstance(tensor, Placeholder)])
-            self.turn.check_changes(self.calls, self.numbers)
-            calls = tuple(self.calls[self.turn.begin :])
-            for peer in self._others():
-                self._mail.send(Turn(calls, {}), peer)
+            self._tell(rank, ())
         return True
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._mail.ranks) if rank != self._mail.rank]
 
     # ------------------------------------------------------------------ values
 
@@ -141,9 +147,9 @@ class TurnTracker(Tracker):
         """The number of a tensor whose value is here."""
         return None if isinstance(tensor, (Placeholder, nn.Parameter)) else self.numbers.of(tensor)
 
-    def _values(self, numbers: Iterable[int]) -> dict[int, Sent]:
-        """The values of some tensors, to be sent."""
-        found: dict[int, Sent] = {}
+    def _crossing(self, numbers: Iterable[int], calls: tuple[CallRecord, ...] = ()) -> Crossing:
+        """Some calls, and the values of some tensors, to be sent."""
+        entries, tensors = list[LiveTensor](), dict[int, Tensor]()
         for number in numbers:
             tensor = self.numbers.find(number)
             if tensor is None or isinstance(tensor, Placeholder):
@@ -151,18 +157,13 @@ class TurnTracker(Tracker):
                     f"tensor {number} is needed by another rank, and is not kept on this one, which has computed it.",
                     hint="Keep the tensor itself rather than something made of it in another way on each rank.",
                 )
-            if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
-                raise CutError(
-                    f"a {type(tensor).__qualname__} with {tensor.layout} is needed by another rank: only torch.Tensor "
-                    "with torch.strided travels.",
-                    hint="Use x.as_subclass(torch.Tensor), x.to_dense() or a padded tensor with its lengths.",
-                )
-            spec = TensorSpec.of(tensor)
+            check_plain(tensor, "is needed by another rank")
             # 2: the tensor, and the storage object that this line makes
-            shared = spec.overlaps or bool(storage_uses(tensor.untyped_storage()._cdata) > 2)
+            shared = bool(storage_uses(tensor.untyped_storage()._cdata) > 2)
             self.turn.elsewhere[number] = version_of(tensor), self.turn.elsewhere.get(number, (None, False))[1]
-            found[number] = Sent(spec, tensor.detach(), shared)
-        return found
+            entries.append(entry_of(number, tensor, shared))
+            tensors[number] = tensor.detach()
+        return Crossing(RunRecord(calls, tuple(entries)), tensors)
 
     def _fetch(self, tensors: Iterable[Tensor]) -> None:
         """Get the values of placeholders from the ranks that have computed them."""
@@ -176,10 +177,10 @@ class TurnTracker(Tracker):
             self._mail.send(numbers, home)
             self._fill(self._mail.receive(home))
 
-    def _fill(self, values: dict[int, Sent]) -> None:
-        for number, (spec, value, shared) in values.items():
+    def _fill(self, crossing: Crossing) -> None:
+        for number, spec, _, shared in crossing.path.entries:
             if isinstance(self.numbers.find(number), Placeholder):
-                self.numbers.fill(number, spec.lay_out(value).detach())
+                self.numbers.fill(number, spec.lay_out(crossing.tensors[number]).detach())
                 filled = self.numbers.find(number)
                 if filled is not None:
                     self.turn.elsewhere[number] = version_of(filled), shared
@@ -263,7 +264,7 @@ class _Turns:
     def __init__(self, holder: int, rank: int) -> None:
         self.holder, self._rank = holder, rank
         self.begin = 0
-        self.told: Turn | None = None
+        self.told: Crossing | None = None
         self.homes: dict[int, int] = {}
         self.known: dict[int, set[int]] = {}
         self.elsewhere: dict[int, tuple[int | None, bool]] = {}
