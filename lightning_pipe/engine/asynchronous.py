@@ -64,8 +64,6 @@ class AsynchronousPipeline:
         self.versions = WeightVersions(pipeline.module, pipeline.ownership)
         self._in_flight: dict[int, Batch] = {}
         self._calls = self._arrived = self._before = 0
-        # Stages run a batch one call after the other: what goes past some of them is received as many calls later.
-        self._lag = max((late - early for early, late in pipeline.skips), default=1)
         self._check_batch_norm(deferred_batch_norm)
 
     # ------------------------------------------------------------------ what the caller asks
@@ -114,7 +112,7 @@ class AsynchronousPipeline:
         version, first = self.stream.version, number * most
         batch.using = lambda _, index: self.versions.using(number, version(self._rank, first + index))
         self._in_flight[number] = batch
-        self._pipeline.executor.batches |= {first + index: (batch, index) for index in range(size)}
+        self._pipeline.executor.begin(batch, first)
         return self._call()
 
     def drain(self) -> Iterator[CallResult]:
@@ -137,7 +135,7 @@ class AsynchronousPipeline:
             streams = RandomStreams(0, pipeline.transport.device)
             self.versions.begin_call()
             with torch.enable_grad(), pipeline.running(streams):
-                pipeline.executor.advance(actions, call.again, number, self._lag)
+                pipeline.executor.advance(actions, call.again)
         except BaseException:
             self.drop()
             raise
@@ -171,8 +169,7 @@ class AsynchronousPipeline:
         own = range(number * size, (number + 1) * size)
         for micro_batch in own:
             executor.batches.pop(micro_batch, None)
-        # A batch that comes after its last call finds the same plans at both ends.
-        executor.exchange.agree(own, since=(number + self.stream.lag + 1) * size)
+        executor.exchange.agree(own)  # receivers come to all of its messages in this call
 
     def drop(self) -> None:
         """Give up what is in flight."""

@@ -15,18 +15,19 @@ The transport draws how one of these messages travels: `lightning_pipe.transport
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import compress
+from typing import NamedTuple
 
 from torch import Tensor
 
 from lightning_pipe.engine.kept_words import Hop
-from lightning_pipe.engine.under_way import BoundaryKey
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.intercept.call_record import RunRecord, Value
 from lightning_pipe.intercept.crossing import Crossing, Returned
+from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.transport.base import Arriving, Lane, Transport, Words
 from lightning_pipe.transport.message_layout import MessageLayout
@@ -36,9 +37,31 @@ _AGREED, _CHANGED = 0, 1
 _CONTROL = {"forward": 1, "backward": 2}
 """The channels of control words that have messages of their own; that of whole crossings is 0."""
 _KINDS = 64
+_STAGES = 1024
+_AT_ONCE = 128
 _Data = list[Tensor | None]
 _PlanKey = tuple[int, int, int, Hashable]
 """Pipe, stage, receiving stage and signature."""
+
+
+class BoundaryKey(NamedTuple):
+    """One micro-batch on its way from a stage to a later one, mostly the next, on its pipe."""
+
+    pipe: int
+    stage: int
+    micro_batch: int
+    to: int
+
+    @classmethod
+    def of(cls, message: Action) -> BoundaryKey:
+        """The boundary that a message crosses; the next stage is at the other end if the message does not name it."""
+        step = 1 if message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1
+        other = message.stage + step if message.other is None else message.other
+        return cls(message.pipe, min(message.stage, other), message.micro_batch or 0, max(message.stage, other))
+
+    def tag(self, channel: int) -> int:
+        """That of its objects; those with the same tag keep their order, so that numbers may come again."""
+        return ((self.micro_batch % _AT_ONCE * _STAGES + self.stage) * _STAGES + self.to) * 3 + channel
 
 
 @dataclass(frozen=True)
@@ -50,18 +73,16 @@ class BoundaryPlan:
     Args:
         path: the calls and the live tensors of the sending stage.
         numbers: the tensors that travel, by number, in the order of the path's entries.
-        since: the first micro-batch that it is in force for.
     """
 
     path: RunRecord
     numbers: tuple[int, ...]
-    since: int = 0
 
     @classmethod
-    def of(cls, path: RunRecord, numbers: Container[int] | None = None, since: int = 0) -> BoundaryPlan:
+    def of(cls, path: RunRecord, numbers: Container[int] | None = None) -> BoundaryPlan:
         """The plan that lets some of the live tensors travel; ``None``: all of them."""
         alive = [entry.number for entry in path.entries]
-        return cls(path, tuple(number for number in alive if numbers is None or number in numbers), since)
+        return cls(path, tuple(number for number in alive if numbers is None or number in numbers))
 
     @cached_property
     def gradients(self) -> tuple[int, ...]:
@@ -107,15 +128,13 @@ class Transfer:
     """A crossing that has happened; both ends keep it until the gradients have come back.
 
     Args:
-        signature: the micro-batch's signature.
         plan: what travelled.
-        works: the send, until the gradients say that it is over.
+        works: the sends of this end, which are over when it is forgotten, or when its gradients have come.
         used: the numbers that the receiver or a later stage used; known after the backward pass.
     """
 
-    signature: Hashable
     plan: BoundaryPlan
-    works: Sequence[Work] = ()
+    works: list[Work] = field(default_factory=list)
     used: frozenset[int] | None = None
 
 
@@ -125,10 +144,9 @@ class BoundaryExchange:
 
     Besides the tensors that were used, those with one element travel: a step may log them in some batches alone.
 
-    A plan comes into force at the next `end_batch`, when no message is under way: both ends then know it. In an
-    asynchronous schedule it comes into force for the micro-batches that set out when those that it was made from have
-    come back, and where batches of an evaluation follow each other for later ones (`agree`). Until then, and whenever a
-    step takes a path that the plan does not know, the crossing goes in full over the slow path.
+    A micro-batch goes by the plans that are there when it sets out. Plans are made of what is over (`agree`): at the
+    end of a batch, and where batches follow each other between two of them, at both ends. Before there is one, and
+    whenever a step takes a path that the plan does not know, the crossing goes in full over the slow path.
 
     Args:
         transport: the rank's transport.
@@ -138,12 +156,10 @@ class BoundaryExchange:
     transport: Transport
     transfers: dict[BoundaryKey, Transfer] = field(default_factory=dict)
     sent: Counter[int] = field(default_factory=Counter)
-    _plans: dict[_PlanKey, list[BoundaryPlan]] = field(default_factory=dict)
-    # with the plan by which it was posted: another may be in force by the time it is filled
-    _posted: dict[tuple[str, BoundaryKey], tuple[Arriving, BoundaryPlan]] = field(default_factory=dict)
-    # the sends of this call, and by number those of earlier ones
-    _sending: list[Work] = field(default_factory=list)
-    _of_earlier: deque[tuple[int, list[Work]]] = field(default_factory=deque)
+    _plans: Mapping[_PlanKey, BoundaryPlan] = field(default_factory=dict)
+    # by micro-batch: the plans when it set out, and its signature
+    _under_way: dict[int, tuple[Mapping[_PlanKey, BoundaryPlan], Hashable]] = field(default_factory=dict)
+    _posted: dict[tuple[str, BoundaryKey], Arriving] = field(default_factory=dict)
     # by peer and pipe: the gradients sent there that it has not said to have used, and how many of its own are used
     _returned: defaultdict[tuple[int, int], deque[Sequence[Work]]] = field(default_factory=lambda: defaultdict(deque))
     _used: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -153,9 +169,13 @@ class BoundaryExchange:
 
     # ------------------------------------------------------------------ forward
 
-    def send(self, key: BoundaryKey, peer: int, signature: Hashable, crossing: Crossing) -> None:
+    def set_out(self, micro_batch: int, signature: Hashable) -> None:
+        """A micro-batch begins; those with the same signature have the same shapes. In one order on all ranks."""
+        self._under_way[micro_batch] = self._plans, signature
+
+    def send(self, key: BoundaryKey, peer: int, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
-        plan, lane = self._plan(key, signature), Lane("forward", key.pipe)
+        plan, lane, works = self._plan(key), Lane("forward", key.pipe), list[Work]()
         if plan is not None:
             agreed = _fits(plan, crossing.path)
             tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
@@ -163,30 +183,30 @@ class BoundaryExchange:
             words += crossing.words if agreed else [0] * len(plan.path.calls)
             works = self._send(lane, key, peer, plan.layout, words, tensors, agreed and plan.steady)
             if agreed:
-                self.transfers[key] = Transfer(signature, plan, works)
+                self.transfers[key] = Transfer(plan, works)
                 return
         # The receiver knows neither sizes nor path yet: all of it goes as one object, by way of the host.
         whole = crossing.path, crossing.words, [tensor.detach().cpu() for tensor in crossing.tensors.values()]
-        self._sending.append(self.transport.send_object(whole, peer, key.tag(0)))
-        self.transfers[key] = Transfer(signature, BoundaryPlan.of(crossing.path))
+        works.append(self.transport.send_object(whole, peer, key.tag(0)))
+        self.transfers[key] = Transfer(BoundaryPlan.of(crossing.path), works)
 
-    def expect(self, key: BoundaryKey, peer: int, signature: Hashable) -> None:
+    def expect(self, key: BoundaryKey, peer: int) -> None:
         """Post the buffer for what will come, as soon as its size is agreed."""
-        if (plan := self._plan(key, signature)) is not None:
-            self._post(Lane("forward", key.pipe), key, peer, plan.layout, plan)
+        if (plan := self._plan(key)) is not None:
+            self._post(Lane("forward", key.pipe), key, peer, plan.layout)
 
-    def receive(self, key: BoundaryKey, peer: int, signature: Hashable) -> Crossing:
+    def receive(self, key: BoundaryKey, peer: int) -> Crossing:
         """Wait for what an earlier stage sent."""
-        arriving, plan = self._posted.pop(("forward", key), (None, None))
+        arriving, plan = self._posted.pop(("forward", key), None), self._plan(key)
         if arriving is not None and plan is not None:
             (word, used, *words), tensors = arriving()
             gradients = self._returned[peer, key.pipe]
             _end(works for _ in range(min(used, len(gradients))) for works in gradients.popleft())
             if not word & _CHANGED:
-                return self._arrived(key, Transfer(signature, plan), tensors, words)
+                return self._arrived(key, Transfer(plan), tensors, words)
         path, words, values = self.transport.receive_object(peer, key.tag(0))
         tensors = [value.to(self.transport.device) for value in values]
-        return self._arrived(key, Transfer(signature, BoundaryPlan.of(path)), tensors, words)
+        return self._arrived(key, Transfer(BoundaryPlan.of(path)), tensors, words)
 
     def _arrived(self, key: BoundaryKey, transfer: Transfer, tensors: list[Tensor], words: Sequence[int]) -> Crossing:
         self.transfers[key], plan = transfer, transfer.plan
@@ -207,11 +227,12 @@ class BoundaryExchange:
         masks = plan.masks if complete else plan.masks_of(used, gradients)
         works = self._send(Lane("backward", key.pipe), key, peer, plan.gradient_layout, masks, tensors, plan.steady)
         self._returned[peer, key.pipe].append(works)
+        transfer.works += works
 
     def expect_gradients(self, key: BoundaryKey, peer: int) -> None:
         """Post the buffer for the gradients of what was sent."""
         if (plan := self.transfers[key].plan).gradients:
-            self._post(Lane("backward", key.pipe), key, peer, plan.gradient_layout, plan)
+            self._post(Lane("backward", key.pipe), key, peer, plan.gradient_layout)
 
     def receive_gradients(self, key: BoundaryKey, peer: int) -> Returned:
         """Wait for the gradients, by number, and the numbers that later stages used."""
@@ -219,7 +240,7 @@ class BoundaryExchange:
         if not plan.gradients:
             transfer.used = plan.all
             return Returned({}, transfer.used)
-        masks, tensors = self._posted.pop(("backward", key))[0]()
+        masks, tensors = self._posted.pop(("backward", key))()
         self._used[peer, key.pipe] += 1
         _end(transfer.works)
         # Mostly everything was used: comparing two short lists is cheaper than reading them.
@@ -245,91 +266,72 @@ class BoundaryExchange:
         for hop in (self._hops or {}).values():
             hop.end()
         self._hops = None
-        for _, works in (*self._of_earlier, (0, self._sending)):
-            _end(works)
-        for sends in (self._sending, self._of_earlier, self._returned, self._used):
-            sends.clear()
+        self._returned.clear()
+        self._used.clear()
         # A buffer that nobody fills would take the first message of the next batch.
         if self._posted:
             raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
         self.agree()
-        # Nothing is under way, so no older micro-batch asks for an older plan, and numbers start again from 0.
-        for plans in self._plans.values():
-            plans[:] = [replace(plans[-1], since=0) if plans[-1].since else plans[-1]]
 
-    def end_call(self, number: int, lag: int) -> None:
-        """End a call that leaves micro-batches under way.
+    def agree(self, micro_batches: Iterable[int] | None = None) -> None:
+        """Make plans of transfers that are complete, and forget these once their sends are over.
 
-        Args:
-            number: of the call.
-            lag: the receivers have come to what was sent so many calls ago, or will without waiting for this rank.
-        """
-        if self._sending:
-            self._of_earlier.append((number, self._sending))
-            self._sending = []
-        while self._of_earlier and self._of_earlier[0][0] <= number - lag:
-            _end(self._of_earlier.popleft()[1])
-
-    def agree(self, micro_batches: Container[int] | None = None, since: int = 0) -> None:
-        """Make plans of transfers that are complete, and forget these.
-
-        Both ends of a boundary make the same plans of the same transfers, though at different times. A plan is in force
-        for micro-batches that no end has come to by then.
+        Both ends of a boundary make the same plans of the same transfers, before the same micro-batch sets out.
 
         Args:
-            micro_batches: whose transfers, the same at both ends; ``None``: all.
-            since: the first micro-batch that the plans are in force for; those before it keep the plans they have.
+            micro_batches: whose transfers, the same at both ends, of which the receivers come to all messages without
+                waiting for this rank; ``None``: all.
         """
+        over = set(self._under_way if micro_batches is None else micro_batches)
         fresh: dict[_PlanKey, BoundaryPlan] = {}
-        latest = 0
-        keys = [key for key in self.transfers if micro_batches is None or key.micro_batch in micro_batches]
+        keys = [key for key in self.transfers if key.micro_batch in over]
         for key in sorted(keys, key=lambda key: (key.pipe, key.stage, key.to, key.micro_batch)):
             transfer = self.transfers.pop(key)
-            latest = max(latest, key.micro_batch)
-            plan = self._plan(key, transfer.signature)
-            path = transfer.plan.path
-            # It went by the plan in force, so there is nothing new to learn from it.
-            if plan is not None and plan.path is path:
+            _end(transfer.works)
+            # It went by this plan, so there is nothing new to learn from it.
+            if transfer.plan is self._plan(key):
                 continue
-            boundary = (key.pipe, key.stage, key.to, transfer.signature)
+            boundary, path = self._boundary(key), transfer.plan.path
             used = transfer.plan.all if transfer.used is None else transfer.used | path.single_numbers
-            before = fresh.get(boundary)
-            if before is not None and before.path == path:
-                used |= before.all
-            fresh[boundary] = BoundaryPlan.of(path, used, since)
-        for boundary, plan in fresh.items():
-            _extend(self._plans.setdefault(boundary, []), plan, latest + 1)
+            plan = fresh.get(boundary) or self._plans.get(boundary)
+            if plan is not None and plan.path == path:  # of those that were under way together
+                if used.isdisjoint(transfer.plan.all - plan.all):
+                    continue
+                used |= plan.all
+            fresh[boundary] = BoundaryPlan.of(path, used)
+        if fresh:
+            self._plans = {**self._plans, **fresh}  # what is under way keeps the plans that it has
+        for micro_batch in over:
+            self._under_way.pop(micro_batch, None)
 
-    def _plan(self, key: BoundaryKey, signature: Hashable) -> BoundaryPlan | None:
-        """The plan that is in force for a micro-batch."""
-        for plan in reversed(self._plans.get((key.pipe, key.stage, key.to, signature), ())):
-            if plan.since <= key.micro_batch:
-                return plan
-        return None
+    def _boundary(self, key: BoundaryKey) -> _PlanKey:
+        return key.pipe, key.stage, key.to, self._under_way[key.micro_batch][1]
+
+    def _plan(self, key: BoundaryKey) -> BoundaryPlan | None:
+        """The plan by which a micro-batch crosses a boundary."""
+        return self._under_way[key.micro_batch][0].get(self._boundary(key))
 
     def reset(self) -> None:
         """Forget a batch that was given up."""
         self._hops = None
-        sends = (self._sending, self._of_earlier, self._returned, self._used)
-        for each in (self.transfers, self._posted, self._kept, *sends):
+        for each in (self.transfers, self._under_way, self._posted, self._kept, self._returned, self._used):
             each.clear()
 
     def _send(
         self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, words: Words, data: _Data, steady: bool
-    ) -> Sequence[Work]:
+    ) -> list[Work]:
         self.sent[peer] += layout.size
         said = words if (hop := self._hop(lane, key)) is None else hop.say(key.micro_batch, words, steady)
         works = [*self.transport.send_parts(layout, words, data, peer, lane)]
         if said is not None and not self.transport.inline_control:
             works.append(self.transport.send_object(said, peer, key.tag(_CONTROL[lane.direction])))
-        self._sending += works  # each keeps its message until it is gone
         return works
 
-    def _post(self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, plan: BoundaryPlan) -> None:
+    def _post(self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout) -> None:
         words: Callable[[], Words] = partial(self.transport.receive_object, peer, key.tag(_CONTROL[lane.direction]))
         if (hop := self._hop(lane, key)) is not None:
             words = hop.expect(key.micro_batch, words)
-        self._posted[lane.direction, key] = self.transport.receive_parts(layout, peer, lane, words), plan
+        self._posted[lane.direction, key] = self.transport.receive_parts(layout, peer, lane, words)
 
     def _hop(self, lane: Lane, key: BoundaryKey) -> Hop | None:
         return None if self._hops is None else self._hops[lane.direction, key.pipe, key.stage, key.to]
@@ -351,14 +353,3 @@ def _fits(plan: BoundaryPlan, path: RunRecord) -> bool:
     if not found.keys() <= {entry.number for entry in plan.path.entries}:
         return False  # something keeps a tensor alive that nothing kept before, and may use it
     return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.all)
-
-
-def _extend(plans: list[BoundaryPlan], plan: BoundaryPlan, first: int) -> None:
-    """Append a plan to those of a boundary; ``first`` is the first micro-batch that may still ask for one of them."""
-    if plan.since and plans and plans[-1].path == plan.path:
-        # transfers that were under way at the same time lead to the same plan
-        if plan.all <= plans[-1].all:
-            return
-        plan = BoundaryPlan.of(plan.path, plan.all | plans[-1].all, plan.since)
-    in_force = sum(older.since <= first for older in plans)
-    plans[:] = [*plans[max(0, in_force - 1) :], plan] if plan.since else [plan]

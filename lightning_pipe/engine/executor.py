@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
-from lightning_pipe.engine.boundary_exchange import BoundaryExchange
+from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
 from lightning_pipe.engine.joint_forward import JointForward
-from lightning_pipe.engine.stage import Crossings, Stages
-from lightning_pipe.engine.under_way import BoundaryKey, StageKey, UnderWay
+from lightning_pipe.engine.stage import Crossings, Kept, Saved, Stages
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.schedules.dependencies import in_one
@@ -26,12 +25,25 @@ Prepared = tuple[Action, Callable[[], None]]
 """An action, and what runs it."""
 
 
+class StageKey(NamedTuple):
+    """One stage and one micro-batch."""
+
+    pipe: int
+    stage: int
+    micro_batch: int
+
+    @classmethod
+    def of(cls, action: Action) -> StageKey:
+        """Those of an action."""
+        return cls(action.pipe, action.stage, action.micro_batch or 0)
+
+
 @dataclass
 class Executor:
     """Runs the lowered actions of one rank, one after the other; each of them is one short method.
 
-    A micro-batch ``m`` on a stage ``s`` of this rank; the boxes are the tables of `UnderWay`, where one action leaves
-    what another takes up. What comes from or goes to another rank passes the `BoundaryExchange`::
+    A micro-batch ``m`` on a stage ``s`` of this rank; the boxes are tables, where one action leaves what another
+    takes up. What comes from or goes to another rank passes the `BoundaryExchange`::
 
           from stage s - 1                                                    to stage s + 1
         RECEIVE_FORWARD posts a buffer                                SEND_FORWARD takes
@@ -60,11 +72,16 @@ class Executor:
         skips: pairs of stages, not neighbours, of which the first sends to the second.
         events: where to note when each action computed, in seconds of the clock; ``None``: nowhere.
         clock: the host's monotonic one, which does not wait for a GPU.
-        batches: for each micro-batch of the schedule its batch, and its number in it; `advance` is told of them here.
+        batches: for each micro-batch of the schedule its batch, and its number in it.
 
     Attributes:
         later: for each stage those that it sends to, neighbours first.
         earlier: for each stage those that send to it, neighbours first.
+        kept: what the first run of a forward pass has left that runs again: its input.
+        saved: what a forward pass has left for its backward pass: its graph.
+        left: what has left a stage for a later one, by a message or on this rank.
+        gradients: what is to go back to an earlier stage, by a message or on this rank.
+        peak_held: the most forward passes that waited for their backward pass at any time of the last batch.
     """
 
     stages: Stages
@@ -80,9 +97,13 @@ class Executor:
     # the actions of the last batch, which mostly come again
     _actions: Sequence[Action] = ()
     _prepared: Sequence[Prepared] = ()
-    _under_way: UnderWay = field(default_factory=UnderWay)
 
     def __post_init__(self) -> None:
+        self.kept: dict[StageKey, Kept] = {}
+        self.saved: dict[StageKey, Saved] = {}
+        self.left: dict[BoundaryKey, Crossing] = {}
+        self.gradients: dict[BoundaryKey, Returned] = {}
+        self.peak_held = 0
         stages = range(len(self.stages.layers))
         ends = [*pairwise(stages), *self.skips]  # neighbours first
         self.later = [[late for early, late in ends if early == stage] for stage in stages]
@@ -101,11 +122,6 @@ class Executor:
             Kind.REDUCE: self._reduce,
         }
 
-    @property
-    def peak_held(self) -> int:
-        """The most forward passes that waited for their backward pass at any time of the last batch."""
-        return self._under_way.peak_held
-
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush.
 
@@ -116,16 +132,22 @@ class Executor:
         if actions is not self._actions:  # by identity: comparing all of them would take long
             again = {action[1:3] for action in actions if action.kind is Kind.RECOMPUTE}
             self._actions, self._prepared = actions, self._prepare(actions, again)
-        self._under_way.peak_held = 0
+        self.peak_held = 0
         with self._whole():
             if batch.training:
                 self.exchange.begin_batch((batch.thorough, *batch.signatures))  # whose words are others
-            self.batches |= {index: (batch, index) for index in range(len(batch.micro_batches))}
+            self.begin(batch)
             self._loop(self._prepared)
             self.exchange.end_batch()
         self.batches.clear()
 
-    def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]], number: int, lag: int) -> None:
+    def begin(self, batch: Batch, first: int = 0) -> None:
+        """Take up a batch whose micro-batches are numbered from ``first`` on."""
+        for index, signature in enumerate(batch.signatures):
+            self.batches[first + index] = batch, index
+            self.exchange.set_out(first + index, signature)
+
+    def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]] = ()) -> None:
         """Run one call of an asynchronous schedule, or an action of batches that follow each other.
 
         What it leaves under way stays so.
@@ -133,12 +155,9 @@ class Executor:
         Args:
             actions: the call's actions; micro-batches are numbered over all batches.
             again: the forwards among them that a later call runs again, as ``(stage, micro_batch)``.
-            number: of the call.
-            lag: see `BoundaryExchange.end_call`.
         """
         with self._whole():
             self._loop(self._prepare(actions, again))
-            self.exchange.end_call(number, lag)
 
     def empty(self) -> None:
         """Nothing is under way any more after calls of `advance`: end what they have left open."""
@@ -179,8 +198,8 @@ class Executor:
     def abandon(self) -> None:
         """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
         self.exchange.reset()
-        self._under_way.clear()
-        self.batches.clear()
+        for table in (self.kept, self.saved, self.left, self.gradients, self.batches):
+            table.clear()
 
     def _note(self, action: Action, start: float, end: float | None = None) -> None:
         """Note when an action has computed, to ``end`` or now; waiting for its input was not part of it."""
@@ -198,11 +217,11 @@ class Executor:
         start = self.clock()
         with batch.using(here.stage, index):
             if again:
-                self._under_way.kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
+                self.kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
             else:
                 saved, crossings = self.stages.forward(here.stage, index, batch, inbound)
                 if batch.training:
-                    self._under_way.save(here, saved)
+                    self._save(here, saved)
         self._note(action, start)
         self._leave(here, crossings)
 
@@ -216,29 +235,30 @@ class Executor:
         self._note(pair[0], start, middle)
         self._note(pair[1], middle)
         for here, (kept, crossings) in zip(keys, passes, strict=True):
-            self._under_way.kept[here] = kept
+            self.kept[here] = kept
             self._leave(here, crossings)
+
+    def _save(self, here: StageKey, saved: Saved) -> None:
+        """Keep what a forward pass has left until its backward pass is done."""
+        self.saved[here] = saved
+        self.peak_held = max(self.peak_held, len(self.saved))
 
     def _leave(self, here: StageKey, crossings: Crossings) -> None:
         """Put down what leaves a stage."""
         # On the last stage the list is empty, and so are the crossings.
         for to in self.later[here.stage]:
             crossing = crossings.get(to) or next(iter(crossings.values())).emptied()
-            self._under_way.left[BoundaryKey(*here, to)] = crossing
+            self.left[BoundaryKey(*here, to)] = crossing
 
     def _collect(self, here: StageKey) -> Crossing | None:
         """What earlier stages send to a stage, put together."""
         inbound: Crossing | None = None
-        earlier = self.earlier[here.stage]
-        for stage in earlier:
+        for stage in self.earlier[here.stage]:
             key = BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)
-            if (local := self._under_way.left.pop(key, None)) is not None:
+            if (local := self.left.pop(key, None)) is not None:
                 received = local.detached()  # no copy, nothing left out
             else:
-                signature = self._signature(here.micro_batch)
-                received = self.exchange.receive(key, self.placement[here.pipe, stage], signature)
-            if len(earlier) > 1:
-                self._under_way.arrived.setdefault(here, {})[stage] = frozenset(received.tensors)
+                received = self.exchange.receive(key, self.placement[here.pipe, stage])
             inbound = received if inbound is None else inbound.joined(received)
         return inbound
 
@@ -246,7 +266,7 @@ class Executor:
         batch, index = self.batches[here.micro_batch]
         start = self.clock()
         with batch.using(here.stage, index):
-            self._under_way.save(here, self.stages.recompute(here.stage, index, batch, self._under_way.kept.pop(here)))
+            self._save(here, self.stages.recompute(here.stage, index, batch, self.kept.pop(here)))
         self._note(action, start)
 
     def _backward(self, action: Action, here: StageKey) -> None:
@@ -254,7 +274,7 @@ class Executor:
         used: frozenset[int] = frozenset()
         for to in self.later[here.stage]:
             key = BoundaryKey(*here, to)
-            received = self._under_way.gradients.pop(key, None)
+            received = self.gradients.pop(key, None)
             if received is None:
                 received = self.exchange.receive_gradients(key, self.placement[here.pipe, to])
             # A tensor leaves for one later stage alone, so no number comes back twice.
@@ -265,42 +285,36 @@ class Executor:
         # a layer that checkpoints itself runs again in its backward pass
         with batch.using(here.stage, index):
             whole = action.kind is Kind.BACKWARD
-            saved = self._under_way.saved.pop(here) if whole else self._under_way.saved[here]  # for BACKWARD_WEIGHT
+            saved = self.saved.pop(here) if whole else self.saved[here]  # for BACKWARD_WEIGHT
             returned = self.stages.backward(saved, Returned(gradients, used), whole=whole)
         self._note(action, start)
-        arrived = self._under_way.arrived.pop(here, None)
+        # A tensor comes from one earlier stage alone, and the numbers of the others mean nothing to a stage.
         for stage in self.earlier[here.stage]:
-            own = returned if arrived is None else returned.only(arrived[stage])
-            self._under_way.gradients[BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)] = own
+            self.gradients[BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)] = returned
 
     def _backward_weight(self, action: Action, here: StageKey) -> None:
         batch, index = self.batches[here.micro_batch]
         start = self.clock()
         with batch.using(here.stage, index):
-            self.stages.backward_weight(self._under_way.saved.pop(here))
+            self.stages.backward_weight(self.saved.pop(here))
         self._note(action, start)
 
     # ------------------------------------------------------------------ messages
 
     def _send_forward(self, _: Action, key: BoundaryKey) -> None:
-        left, peer = self._under_way.left.pop(key), self.placement[key.pipe, key.to]
-        self.exchange.send(key, peer, self._signature(key.micro_batch), left)
+        self.exchange.send(key, self.placement[key.pipe, key.to], self.left.pop(key))
 
     def _receive_forward(self, _: Action, key: BoundaryKey) -> None:
-        self.exchange.expect(key, self.placement[key.pipe, key.stage], self._signature(key.micro_batch))
+        self.exchange.expect(key, self.placement[key.pipe, key.stage])
 
     def _send_backward(self, _: Action, key: BoundaryKey) -> None:
-        self.exchange.send_gradients(key, self.placement[key.pipe, key.stage], self._under_way.gradients.pop(key))
+        self.exchange.send_gradients(key, self.placement[key.pipe, key.stage], self.gradients.pop(key))
 
     def _receive_backward(self, _: Action, key: BoundaryKey) -> None:
         self.exchange.expect_gradients(key, self.placement[key.pipe, key.to])
 
     def _reduce(self, action: Action, _: None) -> None:
         self.reduce(action.stage)
-
-    def _signature(self, micro_batch: int) -> Hashable:
-        batch, index = self.batches[micro_batch]
-        return batch.signatures[index]
 
 
 def _subject(action: Action) -> StageKey | BoundaryKey | None:

@@ -68,7 +68,7 @@ class StreamedEvaluation:
         """
         made = self._pipeline.evaluation_batch(step, [batch], seed)
         made.ahead = True
-        self._executor.batches[number] = made, 0
+        self._executor.begin(made, number)
         return made
 
     def proceed(self) -> int:
@@ -96,9 +96,9 @@ class StreamedEvaluation:
         number, forward = action.micro_batch or 0, action.kind is Kind.FORWARD
         batch, _ = self._executor.batches[number]
         with self._pipeline.running(batch.streams) if forward else nullcontext():
-            self._executor.advance([action], (), number, self.lag)
+            self._executor.advance([action])
         # no gradients come back, and no rank is so many batches ahead of another
-        self._executor.exchange.agree((number,), since=number + self.lag)
+        self._executor.exchange.agree((number - self.lag,))
         if forward:
             self._pipeline.commit_evaluated()
 

@@ -15,7 +15,6 @@ plan is to send. `Incoming` is the node of the graph through which gradients lea
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -86,7 +85,3 @@ class Returned(NamedTuple):
 
     gradients: dict[int, Tensor]
     used: frozenset[int]
-
-    def only(self, numbers: Container[int]) -> Returned:
-        """The part that concerns one of several senders: the numbers of the others mean nothing to it."""
-        return self._replace(gradients={n: gradient for n, gradient in self.gradients.items() if n in numbers})

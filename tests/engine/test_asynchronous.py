@@ -143,7 +143,7 @@ def test_versions_and_activations_held_are_those_of_the_schedule(family: Family,
 
     def count(pipeline: Pipeline) -> None:
         assert pipeline.asynchronous is not None
-        assert not pipeline.executor._under_way.saved
+        assert not pipeline.executor.saved
         held[pipeline.transport.rank] = pipeline.asynchronous.versions.peak_held, pipeline.executor.peak_held
 
     size = 4 if isinstance(family, PipeDream2BW) else 1

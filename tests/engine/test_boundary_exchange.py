@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.boundary_exchange import BoundaryExchange
-from lightning_pipe.engine.under_way import BoundaryKey
+from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
 from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
@@ -31,7 +30,8 @@ def over_a_boundary(batches: list[Crossing], used: frozenset[int]) -> list[list[
     def first(exchange: BoundaryExchange) -> list[Any]:
         found: list[Any] = []
         for batch in batches:
-            exchange.send(KEY, 1, "shape", batch)
+            exchange.set_out(0, "shape")
+            exchange.send(KEY, 1, batch)
             exchange.expect_gradients(KEY, 1)
             found.append(exchange.receive_gradients(KEY, 1))
             exchange.end_batch()
@@ -40,8 +40,9 @@ def over_a_boundary(batches: list[Crossing], used: frozenset[int]) -> list[list[
     def second(exchange: BoundaryExchange) -> list[Any]:
         found: list[Any] = []
         for _ in batches:
-            exchange.expect(KEY, 0, "shape")
-            found.append(exchange.receive(KEY, 0, "shape"))
+            exchange.set_out(0, "shape")
+            exchange.expect(KEY, 0)
+            found.append(exchange.receive(KEY, 0))
             gradients = {number: torch.ones(2) * 3 for number in used & set(found[-1].differentiable)}
             exchange.send_gradients(KEY, 0, Returned(gradients, used))
             exchange.end_batch()

@@ -94,7 +94,7 @@ def check(family: Family, ranks: int, micro_batches: int, recompute: Any = "neve
     peaks = simulate(schedule).peak_activations
     for pipeline in found.pipelines:
         assert pipeline.executor.peak_held == peaks[pipeline.transport.rank]
-        assert not pipeline.executor._under_way.saved
+        assert not pipeline.executor.saved
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), slow_but([(2, 5), (4, 1), (4, 5)], (4, 5)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
-from lightning_pipe.intercept.crossing import Crossing, Returned
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.tensor_spec import TensorSpec
 
 
@@ -58,9 +58,3 @@ def test_values_get_the_strides_that_they_had() -> None:
     assert list(laid) == [0]
     assert laid[0].stride() == (1, 3)
     assert torch.equal(laid[0], transposed)
-
-
-def test_gradients_go_back_to_the_stage_that_sent_the_tensors() -> None:
-    one, other = torch.ones(1), torch.zeros(1)
-    back = Returned({0: one, 1: other}, frozenset({0, 1, 2}))
-    assert back.only({1}) == Returned({1: other}, frozenset({0, 1, 2}))

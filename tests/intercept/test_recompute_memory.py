@@ -74,7 +74,7 @@ def test_beside_one_micro_batch_only_what_crosses_the_cuts_is_held(monkeypatch: 
     recompute = pipeline.executor.stages.recompute
 
     def counted(stage: int, micro_batch: int, batch: Any, kept: Any) -> Any:
-        waiting = [*pipeline.executor._under_way.kept.values(), kept]
+        waiting = [*pipeline.executor.kept.values(), kept]
         held.append(
             sum(t.nbytes for each in waiting if each.inbound is not None for t in each.inbound.tensors.values())
         )

@@ -148,6 +148,7 @@ class EvaluationStream:
         for _ in range(self._batches.given, order.begun):
             self._run_to(self._engine.proceed())
         self._run_to(sys.maxsize)
+        self._engine.end()
         rank_zero_info(
             f"{self._name}: each batch passes all ranks before the next one begins, because a step comes back to "
             "layers that it has called, or gives them what an earlier batch has changed."
