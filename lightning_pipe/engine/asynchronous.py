@@ -44,14 +44,13 @@ class AsynchronousPipeline:
 
     Args:
         pipeline: the module over the ranks.
-        deferred_batch_norm: whether batch norm is to keep the statistics of whole batches.
 
     Attributes:
         stream: what runs in which call.
         versions: the weights.
     """
 
-    def __init__(self, pipeline: Pipeline, *, deferred_batch_norm: bool) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._rank = pipeline.transport.rank
         self.stream = stream(
@@ -64,7 +63,7 @@ class AsynchronousPipeline:
         self.versions = WeightVersions(pipeline.module, pipeline.ownership)
         self._in_flight: dict[int, Batch] = {}
         self._calls = self._arrived = self._before = 0
-        self._check_batch_norm(deferred_batch_norm)
+        self._check_batch_norm()
 
     # ------------------------------------------------------------------ what the caller asks
 
@@ -198,12 +197,12 @@ class AsynchronousPipeline:
                     hint="Replicate their stages equally, or use a schedule with a flush.",
                 )
 
-    def _check_batch_norm(self, deferred: bool) -> None:
+    def _check_batch_norm(self) -> None:
         """Running statistics must not depend on how batches lie in flight, or on which replica they ran."""
         for name, module in self._pipeline.module.named_modules():
             if not isinstance(module, NormBase) or not module.track_running_stats:
                 continue
-            if deferred and self.stream.micro_batches > 1:
+            if self._pipeline.deferred_batch_norm and self.stream.micro_batches > 1:
                 raise ConfigurationError(
                     f"'{name}' is to keep the statistics of whole batches, but schedule "
                     f"{self._pipeline.family.name!r} mixes the micro-batches of several batches.",

@@ -66,7 +66,6 @@ class Executor:
         stages: computes.
         exchange: communicates.
         placement: ``(pipe, stage) -> rank``.
-        rank: this rank.
         reduce: called with a stage when its gradients are complete on this rank.
         busy: seconds spent computing so far.
         skips: pairs of stages, not neighbours, of which the first sends to the second.
@@ -87,7 +86,6 @@ class Executor:
     stages: Stages
     exchange: BoundaryExchange
     placement: Mapping[tuple[int, int], int]
-    rank: int
     reduce: Callable[[int], None]
     skips: Sequence[tuple[int, int]] = ()
     busy: float = 0.0
@@ -207,7 +205,7 @@ class Executor:
         self.busy += end - start
         if self.events is not None:
             kind, stage, micro_batch, pipe, *_ = action
-            self.events.append(Event(self.rank, kind, stage, micro_batch, pipe, start, end))
+            self.events.append(Event(self.exchange.transport.rank, kind, stage, micro_batch, pipe, start, end))
 
     # ------------------------------------------------------------------ compute
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
-from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, put_back
+from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace
 from lightning_pipe.engine.stage import Crossings, Kept, Stages
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import RunRecord, Shape, Value
@@ -109,7 +109,7 @@ class JointForward:
         """How the two pass the stage together, if that makes of them what two passes have made."""
         each = [{to: left[to].path for to in left} for left in apart]
         # whatever a step may raise that was not made for this
-        with leaving_no_trace(), torch.enable_grad(), put_back(self.stages), suppress(Exception):
+        with leaving_no_trace(self.stages), torch.enable_grad(), suppress(Exception):
             _, both = self._run(stage, pair, batch, received)
             if all(_is_part(_part(both, each[i], i), apart[i], both) for i in range(2)):
                 return _Way({to: crossing.path for to, crossing in both.items()}, each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_pipe.sharding.fully_sharded import FullySharded
 
 
+@dataclass(eq=False, repr=False)
 class PartitionedModule:
     """The facts of a division: what every rank knows of it, and how the module is freed, compared and put together.
 
@@ -43,6 +45,7 @@ class PartitionedModule:
         transport: this process's transport.
         recompute: whether forward passes keep only their input and run again before their backward pass: ``"never"``,
             ``"always"``, or ``"except_last"`` for all but the last micro-batch of a stage.
+        deferred_batch_norm: whether batch norm is to keep the statistics of whole batches, not of micro-batches.
         passes: how often a training step runs the layers.
         before: the same module over the same ranks in an earlier run, if it is still divided.
 
@@ -61,38 +64,36 @@ class PartitionedModule:
         ConfigurationError: see `check_division`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layers: Sequence[tuple[str, nn.Module]],
-        balance: Sequence[int],
-        family: Family,
-        transport: Transport,
-        *,
-        recompute: Recompute = "never",
-        passes: int = 1,
-        before: PartitionedModule | None = None,
-    ) -> None:
-        if sum(balance) != len(layers):
+    module: nn.Module
+    layers: list[tuple[str, nn.Module]]
+    balance: list[int]
+    family: Family
+    transport: Transport
+    _: KW_ONLY
+    recompute: Recompute = "never"
+    deferred_batch_norm: bool = False
+    passes: int = 1
+    before: InitVar[PartitionedModule | None] = None
+
+    def __post_init__(self, before: PartitionedModule | None) -> None:
+        module, balance, rank = self.module, self.balance, self.transport.rank
+        if sum(balance) != len(self.layers):
             raise PartitionError(
-                f"The balance {list(balance)} adds up to {sum(balance)}; there are {len(layers)} layers."
+                f"The balance {balance} adds up to {sum(balance)}; there are {len(self.layers)} layers."
             )
-        check_division(module, layers, len(balance))
-        self.module, self.transport, self.family = module, transport, family
-        self.recompute: Recompute = recompute
-        self.layers, self.balance = list(layers), list(balance)
-        self.names = [name for name, _ in layers]
+        check_division(module, self.layers, len(balance))
+        self.names = [name for name, _ in self.layers]
         self.stage_layers = [range(start, stop) for start, stop in pairwise([0, *accumulate(balance)])]
-        self.passes = passes if len(balance) > 1 else 1  # one stage runs any step
+        self.passes = self.passes if len(balance) > 1 else 1  # one stage runs any step
         sample = self.sample_schedule()
         self.synchronous = sample.synchronous
         self.placement = dict(sample.placement)
         self.loss_ranks = sample.loss_ranks
-        self.stages_here = sample.stages_of(transport.rank)
+        self.stages_here = sample.stages_of(rank)
         layer_ranks = [self.holders(stage) for stage, span in enumerate(self.stage_layers) for _ in span]
-        known, names = None if before is None else before.ownership, tuple(map(transport.describe, transport.peers))
+        known, names = None if before is None else before.ownership, map(self.transport.describe, self.transport.peers)
         self.ownership: Ownership = Ownership(
-            module, self.layers, layer_ranks, transport.rank, self.loss_ranks, names, known
+            module, self.layers, layer_ranks, rank, self.loss_ranks, tuple(names), known
         )
 
     # ------------------------------------------------------------------ ranks and processes

@@ -6,10 +6,10 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline
@@ -24,35 +24,22 @@ from lightning_pipe.engine.turns import Turns
 from lightning_pipe.engine.undivided import run_whole
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.interceptor import Interceptor
+from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.parameters.buffer_sync import BufferSync, buffer_values
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, end_passes
 from lightning_pipe.parameters.gradient_groups import GradientGroups
-from lightning_pipe.schedules import Action, Family, Kind, forward_only, lower
-from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.schedules import Action, forward_only, lower
 from lightning_pipe.simulate import Event, Timeline
-from lightning_pipe.transport.base import Channel, Direction, Lane, Transport
-
-_DIRECTIONS: dict[Kind, Direction] = {Kind.SEND_FORWARD: "forward", Kind.SEND_BACKWARD: "backward"}
+from lightning_pipe.transport.base import Channel, Lane
 
 
 class Pipeline(PartitionedModule):
     """Runs a user's steps over the ranks of a pipeline and its replicas.
 
-    The facts of the division are those of `PartitionedModule`; this class adds the batches that run through it.
-
-    Args:
-        module: the user's module, whole, with the same values on all ranks (or `synchronize` it).
-        layers: the layer sequence with dotted names.
-        balance: the number of layers of each stage.
-        family: the schedule family.
-        transport: this process's transport.
-        recompute: whether forward passes run again before their backward pass; see `PartitionedModule`.
-        deferred_batch_norm: let batch norm keep the statistics of whole batches, not of micro-batches.
-        passes: how often a training step runs the layers; the stages of all passes follow each other.
-        before: the same module over the same ranks in an earlier run, if it is still divided.
+    The division is that of `PartitionedModule`, with its arguments; this class adds the batches that run through it.
 
     Attributes:
         training_executor: that of training batches, which may have several passes; ``executor``: of all others.
@@ -71,20 +58,10 @@ class Pipeline(PartitionedModule):
             losses = pipeline.train(step, micro_batches, weights=[1 / 3] * 3, seed=0)
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layers: Sequence[tuple[str, nn.Module]],
-        balance: Sequence[int],
-        family: Family,
-        transport: Transport,
-        *,
-        recompute: Recompute = "never",
-        deferred_batch_norm: bool = False,
-        passes: int = 1,
-        before: PartitionedModule | None = None,
-    ) -> None:
-        super().__init__(module, layers, balance, family, transport, recompute=recompute, passes=passes, before=before)
+    @override
+    def __post_init__(self, before: PartitionedModule | None) -> None:
+        super().__post_init__(before)
+        module, transport = self.module, self.transport
         routes = skip_routes(module, self.layers, self.stage_layers)
         self.skips = ends_of(routes)
         self.reductions = GradientGroups(transport)
@@ -97,19 +74,19 @@ class Pipeline(PartitionedModule):
             transport.device,
             tells=transport.process == 0,
             places=self.places,
-            one_pipe=family.pipes == 1,
+            one_pipe=self.family.pipes == 1,
         )
         self.executor = self._executor(1, routes)
         self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures: dict[Hashable, int] = {}
+        # which calls draw from Python's and NumPy's generators, in evaluations and in training
+        self._draws = LibraryDraws(self.names), LibraryDraws(self.names)
         self.program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self.names, transport, self.owners)
-        if deferred_batch_norm and self.synchronous:
+        if self.deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         self._connect()
-        self.asynchronous = (
-            None if self.synchronous else AsynchronousPipeline(self, deferred_batch_norm=deferred_batch_norm)
-        )
+        self.asynchronous = None if self.synchronous else AsynchronousPipeline(self)
 
     def _executor(self, passes: int, routes: Routes) -> Executor:
         """Runs the stages of some passes, one pass behind the other. Plans of several passes meet none of one pass."""
@@ -128,7 +105,6 @@ class Pipeline(PartitionedModule):
             Stages(self._interceptor, stages),
             BoundaryExchange(transport),
             self.sample_schedule(passes).placement,
-            transport.rank,
             self._stage_done,
             ends_of(routes),
         )
@@ -136,19 +112,14 @@ class Pipeline(PartitionedModule):
     def _connect(self) -> None:
         """Prepare all groups and channels. Collective: every process does so in the same order, or the first hangs."""
         self.make_groups()
-        # An evaluation may send on other channels than training.
-        orders = self.sample_schedule(), forward_only(self.sample_schedule(), 1)
-        programs = [lower(order, self.skips) for order in orders]
-        if self.passes > 1:
-            programs.append(lower(self.sample_schedule(self.passes)))
-        for program in programs:
-            channels = [
-                Channel(rank, action.peer, Lane(_DIRECTIONS[action.kind], action.pipe))
-                for rank, actions in enumerate(program)
-                for action in actions
-                if action.kind in _DIRECTIONS and action.peer is not None
-            ]
-            self.transport.connect(channels)
+        ends = [*pairwise(range(self.passes * len(self.balance))), *self.skips]
+        channels = list[Channel]()
+        placement = self.sample_schedule(self.passes).placement
+        for pipe, early, late in ((pipe, *both) for pipe in {pipe for pipe, _ in placement} for both in ends):
+            one, other = placement[pipe, early], placement[pipe, late]
+            if one != other:
+                channels += [Channel(one, other, Lane("forward", pipe)), Channel(other, one, Lane("backward", pipe))]
+        self.transport.connect(channels)
 
     def _stage_done(self, stage: int) -> None:
         """The gradients of a stage are complete when its first pass has had its backward passes: they come last."""
@@ -313,7 +284,7 @@ class Pipeline(PartitionedModule):
         # Numbers in the place of signatures: they are looked up for every message.
         known = self._signatures
         numbers = [known.setdefault((*mode, signature(part)), len(known)) for part in micro_batches]
-        draws = None if transport.shares_generators else self.executor.stages.draws[training]
+        draws = None if transport.shares_generators else self._draws[training]
         streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas, draws)
         undisturbed = len(micro_batches) == 1 and self.synchronous
         return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed)

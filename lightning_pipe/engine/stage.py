@@ -20,7 +20,6 @@ from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.layer_state import FirstRun
-from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.recompute import nothing_saved, recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
@@ -90,17 +89,10 @@ class Stages:
     Args:
         interceptor: stands between the user's step and the layers.
         layers: the layers of each stage of the pipeline.
-
-    Attributes:
-        draws: which calls draw from Python's and NumPy's generators, in evaluations and in training.
     """
 
     interceptor: Interceptor
     layers: Sequence[StageLayers]
-
-    def __post_init__(self) -> None:
-        names = self.layers[0].names
-        self.draws = LibraryDraws(names), LibraryDraws(names)
 
     def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Saved, Crossings]:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_pipe.engine.batch import Batch, StepFunction
-from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace, parameters_kept, put_back
+from lightning_pipe.engine.first_batch.trial_runs import leaving_no_trace
 from lightning_pipe.partition import Layers
 from lightning_pipe.partition.calls import Call, recorded
 
@@ -37,14 +37,12 @@ def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: 
         training: whether it is a training step.
         seed: the seed of its random streams.
     """
-    stages, module = pipeline.executor.stages, pipeline.module
+    stages = pipeline.executor.stages
     batch = pipeline.evaluation_batch(step, [micro_batch], seed)
     with (
-        recorded(module) as calls,
+        recorded(pipeline.module) as calls,
         pipeline.running(batch.streams),
-        leaving_no_trace(),
-        put_back(stages),
-        parameters_kept(module.modules()),
+        leaving_no_trace(stages, trained=True),
         torch.set_grad_enabled(training),  # a step may ask for derivatives
     ):
         stages.trial(len(pipeline.balance) - 1, 0, batch, None)
@@ -67,12 +65,9 @@ def divide(
     before = vars(pipeline).copy()
     vars(pipeline).clear()
     try:
-        type(pipeline).__init__(
-            *(pipeline, before["module"], layers, balance, before["family"], before["transport"]),
-            recompute=before["recompute"],
-            deferred_batch_norm=deferred_batch_norm,
-            passes=passes,
-        )
+        same = {name: before[name] for name in ("module", "family", "transport", "recompute")}
+        new: dict[str, Any] = {"layers": layers, "balance": balance, "passes": passes}
+        type(pipeline).__init__(pipeline, **same, **new, deferred_batch_norm=deferred_batch_norm)
     except BaseException:
         vars(pipeline).update(before)  # it is refused, and stays whole
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,50 +33,34 @@ def is_alone() -> bool:
 
 
 @contextmanager
-def leaving_no_trace() -> Iterator[None]:
-    """Around trial runs, each of which puts back what the step changes."""
-    _local.alone = True
-    try:
-        with recomputing(), torch.no_grad():
-            yield
-    finally:
-        _local.alone = False
-
-
-@contextmanager
-def put_back(stages: Stages) -> Iterator[None]:
-    """All parts of the module are afterwards as they were before. Its own attributes every run puts back anyway."""
-    module = stages.interceptor.module
-    kept = Snapshot({name: part for name, part in module.named_modules() if part is not module}, buffers=False)
-    try:
-        with BufferGuard([module]).restored(copies=True), parameters_kept(module.modules(), trained=False):
-            yield
-    finally:
-        kept.undo()
-        stages.interceptor.state.set_by_run = {}  # a graph in it would refer to parameters, which may be freed next
-
-
-@contextmanager
-def parameters_kept(parts: Iterable[nn.Module], *, trained: bool = True) -> Iterator[None]:
-    """The parameters of some modules are afterwards as they were before, whatever has changed them, by ``.data`` too.
+def leaving_no_trace(stages: Stages, *, trained: bool = False) -> Iterator[None]:
+    """Around a trial run: the parts of the module are afterwards as before. Its own attributes every run puts back.
 
     Args:
-        parts: the modules, without those in them.
-        trained: whether those that are trained are kept, too; steps change the others (averages, codebooks).
+        stages: run it.
+        trained: whether parameters that are trained are put back, too, whatever has changed them, by ``.data`` as well;
+            steps change the others (averages, codebooks).
     """
-    kept = [
+    module = stages.interceptor.module
+    kept = Snapshot({name: part for name, part in module.named_modules() if part is not module}, buffers=False)
+    values = [
         (part._parameters, name, parameter, parameter.data, parameter.detach().clone())
-        for part in parts
+        for part in module.modules()
         for name, parameter in part._parameters.items()
         if parameter is not None and (trained or not parameter.requires_grad) and not is_absent(parameter)
     ]
+    _local.alone = True
     try:
-        yield
+        with recomputing(), torch.no_grad(), BufferGuard([module]).restored(copies=True):
+            yield
     finally:
-        for parameters, name, parameter, data, value in kept:
+        _local.alone = False
+        for parameters, name, parameter, data, value in values:
             data.copy_(value)
             parameter.data = data
             parameters[name] = parameter
+        kept.undo()
+        stages.interceptor.state.set_by_run = {}  # a graph in it would refer to parameters, which may be freed next
 
 
 class NotRandom(TorchFunctionMode):
