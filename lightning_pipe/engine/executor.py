@@ -58,7 +58,7 @@ class Executor:
                  v  [gradients]                                               |  [gradients] if s + 1 is on this rank
         SEND_BACKWARD to stage s - 1                                  RECEIVE_BACKWARD posted a buffer
 
-    REDUCE tells `GradientGroups` that the last backward pass of a stage is done. FORWARD and BACKWARD are the only
+    REDUCE tells `GradientSync` that the last backward pass of a stage is done. FORWARD and BACKWARD are the only
     actions that wait for a message: the receiving actions before them only post buffers. A stage that ends no skip
     connection has one earlier and one later stage; with skip connections these are lists, neighbours first.
 

@@ -30,7 +30,7 @@ from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.parameters.buffer_sync import BufferSync, buffer_values
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, end_passes
-from lightning_pipe.parameters.gradient_groups import GradientGroups
+from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.schedules import Action, forward_only, lower
 from lightning_pipe.simulate import Event, Timeline
 from lightning_pipe.transport.base import Channel, Lane
@@ -64,7 +64,7 @@ class Pipeline(PartitionedModule):
         module, transport = self.module, self.transport
         routes = skip_routes(module, self.layers, self.stage_layers)
         self.skips = ends_of(routes)
-        self.reductions = GradientGroups(transport)
+        self.reductions = GradientSync(transport)
         self.gradients_divided = False
         self.elapsed = self.busy = 0.0
         self._interceptor = Interceptor(
@@ -178,7 +178,7 @@ class Pipeline(PartitionedModule):
             # After the holders are known: they decide which processes have a buffer in common.
             self._buffer_sync.agree(buffers, len(micro_batches))
         if reduce:
-            # Of later batches most are under way: `GradientGroups.stage_done` starts each when its stage is done.
+            # Of later batches most are under way: `GradientSync.stage_done` starts each when its stage is done.
             self.reduce_gradients()
         self._commit_statistics(self.norms)
         self._buffer_sync.equalise()

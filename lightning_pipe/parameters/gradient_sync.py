@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.local_parts import local, settled, with_local
+from lightning_pipe.local_parts import DATA, TENSOR, dimensions, local, settled, with_local
+from lightning_pipe.parameters.zero import BUCKET_BYTES, HolderGroup, OptimizerShards, buckets
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.work import Work
 
+if TYPE_CHECKING:
+    from lightning_pipe.sharding.fully_sharded import FullySharded
+
 Key = Any
-BUCKET_BYTES = 25 * 2**20
-"""What is sent at once is neither very small nor all there is."""
+# Keys of reductions: what comes first in a group is what is largest.
+_DIVIDED, _SHARED, _STAGE = -1, 0, 1
+
+Held = tuple[Parameter, tuple[int, ...], int | None]
+"""A parameter of this rank, the pipeline ranks that hold it, ascending, and the stage that alone uses it, if any."""
 
 
 @dataclass
@@ -72,6 +78,10 @@ class GradientSync:
 
     Attributes:
         dtype: as given; may be set until the first `start`.
+        shards: divides the parameters that other processes hold as well over these; nothing until `form`.
+        scattered: whether a sum goes to the process that updates the parameter alone; to be set before `form`.
+        sharded: has the parameters that processes divide: none has all gradients of its stages; ``None``: none does.
+        overlapped: whether a stage that is done is reduced at once; otherwise all wait for `finish`.
     """
 
     def __init__(
@@ -80,6 +90,65 @@ class GradientSync:
         self.dtype = dtype
         self._transport, self._bucket_bytes = transport, bucket_bytes
         self._entries: dict[Key, _Entry] = {}
+        self.shards = OptimizerShards((), transport)
+        self.sharded: FullySharded | None = None
+        self.scattered = self.overlapped = False
+
+    def form(self, held: Iterable[Held], stages: Iterable[int]) -> None:
+        """Take up the parameters of this rank, once it is known who holds them: after the first training batch.
+
+        Those of one stage alone are reduced as soon as the stage is done, all others at the end of the batch.
+
+        Args:
+            held: the parameters.
+            stages: the stages of this rank.
+        """
+        by_key: dict[tuple[int, ...], list[Parameter]] = {(_STAGE, stage): [] for stage in stages}
+        members, topology = dict[tuple[int, ...], tuple[int, ...]](), self._transport.topology
+        for parameter, owners, stage in held:
+            divided = DATA in dimensions(parameter)  # the replicas have summed it already
+            key = (_DIVIDED, *owners) if divided else (_SHARED, *owners) if stage is None else (_STAGE, stage)
+            by_key.setdefault(key, []).append(parameter)
+            members[key] = topology.members(self._transport.replica, owners) if divided else topology.holders(owners)
+        shared = [
+            HolderGroup(members[key], tuple(by_key[key]), first=key[-1])
+            for key in sorted(members)
+            if len(members[key]) > 1
+        ]
+        self._transport.open_groups(group.members for group in shared)
+        self.shards = OptimizerShards(shared, self._transport)
+        # Parameters of one process are reduced as well, which does nothing: every stage then has its key.
+        self._entries.clear()
+        for key, parameters in by_key.items():
+            of_key = members.get(key, (self._transport.process,))
+            self.add(key, parameters, of_key, self.shards.owner if self.scattered else None)
+
+    @property
+    def members_with_all(self) -> tuple[int, ...]:
+        """The processes that have all sums of gradients between them: a pipeline's, or all where these are divided."""
+        topology = self._transport.topology
+        if self.sharded is not None or (self.scattered and self._entries):
+            return topology.everyone
+        return tuple(sorted(topology.pipeline_processes(self._transport.replica)))
+
+    def counts(self, parameter: Parameter, first: bool) -> bool:
+        """Whether this process is the one of `members_with_all` that counts a parameter in sums over the model.
+
+        Args:
+            parameter: one that this rank holds.
+            first: whether this rank is the first of the pipeline's ranks that hold it.
+        """
+        if self.sharded is not None:
+            places = {DATA: self._transport.replica, TENSOR: self._transport.topology.tensor_rank}
+            return first and not any(places[each] for each in places.keys() - dimensions(parameter))
+        return self.shards.mine(parameter) if self.scattered and self._entries else first
+
+    def stage_done(self, stage: int) -> None:
+        """The gradients of a stage are complete on this rank."""
+        if self.sharded is not None:
+            self.sharded.stage_done(stage)
+        if self.overlapped and self._entries:
+            self.start((_STAGE, stage))
 
     def add(
         self,
@@ -215,17 +284,3 @@ def _views(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         # Optimizers are fast only where gradient and parameter have the same strides.
         dense = TensorSpec.of(parameter).dense
         yield part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
-
-
-def buckets(parameters: Sequence[Parameter], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
-    """Indices of the parameters of each bucket: one dtype and device, in order, up to the bucket's size."""
-    open_buckets: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    sizes: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-    for index, parameter in enumerate(parameters):
-        kind = (parameter.dtype, parameter.device)
-        open_buckets[kind].append(index)
-        sizes[kind] += parameter.nbytes
-        if sizes[kind] >= bucket_bytes:
-            yield open_buckets.pop(kind)
-            del sizes[kind]
-    yield from open_buckets.values()

@@ -6,7 +6,7 @@ alone (stage 2, section 5.2) `GradientSync` does so, by the owners that are foun
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipe.parameters.gradient_sync import buckets
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.work import Work
 
+BUCKET_BYTES = 25 * 2**20
+"""What is sent at once is neither very small nor all there is."""
 _UNDER_WAY = 2
 """Buckets of updated values on their way at a time."""
 
@@ -118,3 +119,17 @@ class OptimizerShards:
         for parameter in self._of_others():
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
+
+
+def buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
+    """Indices of the parameters of each bucket: one dtype and device, in order, up to the bucket's size."""
+    open_buckets: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    sizes: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
+    for index, parameter in enumerate(parameters):
+        kind = (parameter.dtype, parameter.device)
+        open_buckets[kind].append(index)
+        sizes[kind] += parameter.nbytes
+        if sizes[kind] >= bucket_bytes:
+            yield open_buckets.pop(kind)
+            del sizes[kind]
+    yield from open_buckets.values()

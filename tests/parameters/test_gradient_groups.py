@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.parameters.gradient_groups import GradientGroups, Held
-from lightning_pipe.parameters.gradient_sync import GradientSync
+from lightning_pipe.parameters.gradient_sync import GradientSync, Held
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family
 from lightning_pipe.transport.topology import Topology
@@ -28,7 +27,7 @@ def test_gradients_are_summed_over_replicas_and_over_ranks_that_share() -> None:
         own, tied, alone = (nn.Parameter(torch.zeros(1)) for _ in range(3))
         rank = transport.rank
         transport.make_groups([(0, 2), (1, 3)])
-        groups = GradientGroups(transport)
+        groups = GradientSync(transport)
         held: list[Held] = [
             (own, (rank,), rank),
             (tied, (0, 1), None),
@@ -61,7 +60,7 @@ def test_sums_go_to_who_updates() -> None:
     def run(transport: ThreadTransport) -> tuple[list[bool], tuple[int, ...], list[bool]]:
         own, alone, tied = (nn.Parameter(torch.ones(size)) for size in (3, 1, 2))
         transport.make_groups([(0, 2), (1, 3)])
-        groups = GradientGroups(transport)
+        groups = GradientSync(transport)
         groups.scattered = True
         assert groups.counts(own, first=True)  # as long as nobody knows who updates
         assert groups.members_with_all == tuple(sorted(transport.topology.pipeline_processes(transport.replica)))
