@@ -15,7 +15,7 @@ The transport draws how one of these messages travels: `lightning_pipe.transport
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import compress
@@ -156,9 +156,9 @@ class BoundaryExchange:
     transport: Transport
     transfers: dict[BoundaryKey, Transfer] = field(default_factory=dict)
     sent: Counter[int] = field(default_factory=Counter)
-    _plans: Mapping[_PlanKey, BoundaryPlan] = field(default_factory=dict)
+    _plans: dict[_PlanKey, BoundaryPlan] = field(default_factory=dict)
     # by micro-batch: the plans when it set out, and its signature
-    _under_way: dict[int, tuple[Mapping[_PlanKey, BoundaryPlan], Hashable]] = field(default_factory=dict)
+    _under_way: dict[int, tuple[dict[_PlanKey, BoundaryPlan], Hashable]] = field(default_factory=dict)
     _posted: dict[tuple[str, BoundaryKey], Arriving] = field(default_factory=dict)
     # by peer and pipe: the gradients sent there that it has not said to have used, and how many of its own are used
     _returned: defaultdict[tuple[int, int], deque[Sequence[Work]]] = field(default_factory=lambda: defaultdict(deque))
@@ -299,10 +299,11 @@ class BoundaryExchange:
                     continue
                 used |= plan.all
             fresh[boundary] = BoundaryPlan.of(path, used)
-        if fresh:
-            self._plans = {**self._plans, **fresh}  # what is under way keeps the plans that it has
         for micro_batch in over:
             self._under_way.pop(micro_batch, None)
+        if fresh and self._under_way:
+            self._plans = self._plans.copy()  # what is under way keeps the plans that it has
+        self._plans.update(fresh)
 
     def _boundary(self, key: BoundaryKey) -> _PlanKey:
         return key.pipe, key.stage, key.to, self._under_way[key.micro_batch][1]

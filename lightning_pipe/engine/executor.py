@@ -181,9 +181,10 @@ class Executor:
         ]
 
     def _single(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[], None]:
+        subject: Any = StageKey.of(action) if action.peer is None else BoundaryKey.of(action)
         if action.kind is Kind.FORWARD and action[1:3] in again:
-            return partial(self._forward, action, StageKey.of(action), again=True)
-        return partial(self._methods[action.kind], action, _subject(action))
+            return partial(self._forward, action, subject, again=True)
+        return partial(self._methods[action.kind], action, subject)
 
     def _loop(self, steps: Sequence[Prepared]) -> None:
         board = self.exchange.transport.board
@@ -311,12 +312,5 @@ class Executor:
     def _receive_backward(self, _: Action, key: BoundaryKey) -> None:
         self.exchange.expect_gradients(key, self.placement[key.pipe, key.to])
 
-    def _reduce(self, action: Action, _: None) -> None:
-        self.reduce(action.stage)
-
-
-def _subject(action: Action) -> StageKey | BoundaryKey | None:
-    """What an action is about."""
-    if action.kind is Kind.REDUCE:
-        return None
-    return StageKey.of(action) if action.peer is None else BoundaryKey.of(action)
+    def _reduce(self, _: Action, here: StageKey) -> None:
+        self.reduce(here.stage)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,6 @@ from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.sharding.roots import Root, roots_of
 from lightning_pipe.sharding.values import T, give_values
 from lightning_pipe.transport.base import Transport
-
-if TYPE_CHECKING:
-    from lightning_pipe.sharding.fully_sharded import FullySharded
 
 
 @dataclass(eq=False, repr=False)
@@ -197,35 +193,13 @@ class PartitionedModule:
         topology = self.transport.topology
         groups = [topology.members(replica, range(topology.ranks)) for replica in range(topology.replicas)]
         groups += [tuple(sorted(topology.replica_processes(rank))) for rank in range(topology.ranks)]
-        groups += [topology.holders(owners) for owners in self._owner_sets()]
+        groups += [topology.holders(owners) for owners in self.owner_sets()]
         # Without repetitions, and in this order: processes make groups together, one after the other.
         self.transport.make_groups(list(dict.fromkeys(groups)))
 
-    def _owner_sets(self) -> list[tuple[int, ...]]:
+    def owner_sets(self) -> list[tuple[int, ...]]:
         """The different sets of ranks that hold something in common."""
         return list(dict.fromkeys(self.owners(name) for name, _ in named_tensors(self.module)))
-
-    def agree_on_users(self, sharded: FullySharded | None = None) -> None:
-        """After the first training batch: agree on who holds the parameters outside the sequence. Collective.
-
-        Args:
-            sharded: has the parameters that the replicas divide: the ranks of one pipeline then sum parts.
-        """
-        used = self.ownership.used if sharded is None else sharded.together(self.ownership.used)
-        topology, stages_of = self.transport.topology, self.sample_schedule().stages_of
-        by_stages: defaultdict[tuple[int, ...], set[str]] = defaultdict(set)
-        found = self.transport.all_gather_object(used, topology.same_tensor_rank)
-        for process, names in zip(topology.same_tensor_rank, found, strict=True):
-            by_stages[stages_of(topology.locate(process)[1])] |= names
-        # A rank that has had no micro-batch yet will use what others with the same stages do.
-        self.ownership.learn_users([by_stages[stages_of(rank)] for rank in range(topology.ranks)])
-        # Groups of processes are made in the same order everywhere, or the library that makes them hangs.
-        owner_sets = sorted(self._owner_sets())
-        self.transport.make_groups([topology.holders(owners) for owners in owner_sets])
-        if sharded is not None:
-            sharded.forget(self.holds)
-            replicas = range(topology.replicas)
-            self.transport.make_groups([topology.members(each, owners) for owners in owner_sets for each in replicas])
 
     # ------------------------------------------------------------------ free, compare and put together
 

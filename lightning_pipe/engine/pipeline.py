@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
@@ -323,7 +324,23 @@ class Pipeline(PartitionedModule):
 
     def agree_on_holders(self) -> None:
         """After the first training batch: agree on who holds the parameters outside the sequence. Collective."""
-        self.agree_on_users(self.reductions.sharded)
+        # Of parameters that the replicas divide, the ranks of one pipeline sum parts.
+        used, sharded = self.ownership.used, self.reductions.sharded
+        topology, stages_of = self.transport.topology, self.sample_schedule().stages_of
+        by_stages: defaultdict[tuple[int, ...], set[str]] = defaultdict(set)
+        mine = used if sharded is None else sharded.together(used)
+        found = self.transport.all_gather_object(mine, topology.same_tensor_rank)
+        for process, names in zip(topology.same_tensor_rank, found, strict=True):
+            by_stages[stages_of(topology.locate(process)[1])] |= names
+        # A rank that has had no micro-batch yet will use what others with the same stages do.
+        self.ownership.learn_users([by_stages[stages_of(rank)] for rank in range(topology.ranks)])
+        # Groups of processes are made in the same order everywhere, or the library that makes them hangs.
+        owner_sets = sorted(self.owner_sets())
+        self.transport.make_groups([topology.holders(owners) for owners in owner_sets])
+        if sharded is not None:
+            sharded.forget(self.holds)
+            replicas = range(topology.replicas)
+            self.transport.make_groups([topology.members(each, owners) for owners in owner_sets for each in replicas])
         self.reductions.form(self.held_parameters(), self.stages_here)
 
     def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:

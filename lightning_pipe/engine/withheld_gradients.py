@@ -12,7 +12,7 @@ So the gradients of the schedule are withheld, and an autograd function with the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,32 +91,22 @@ def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -
     trainable = [each for each in parameters if not isinstance(each, AbsentTensor) and each.requires_grad]
     before = [parameter.grad for parameter in trainable]
     withheld = WithheldGradients(scale)
+    # the dictionaries of tensor hooks and post-accumulate hooks are emptied in place: autograd has references to them
+    both = ((each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in trainable)
+    silenced = [(hooks, dict(hooks)) for of_one in both for hooks in of_one if hooks]
     for parameter in trainable:
         parameter.grad = None
+    for hooks, _ in silenced:
+        hooks.clear()
     try:
-        with _without_hooks(trainable):
-            yield withheld
+        yield withheld
         withheld.parameters = [parameter for parameter in trainable if parameter.grad is not None]
         withheld.gradients = [settled(p.grad, p) for p in withheld.parameters if p.grad is not None]
     finally:
-        for parameter, gradient in zip(trainable, before, strict=True):
-            parameter.grad = gradient
-
-
-@contextmanager
-def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Empty the dictionaries of tensor hooks and post-accumulate hooks, in place: autograd has references to them."""
-    silenced: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for parameter in parameters:
-        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-            if hooks:
-                silenced.append((hooks, dict(hooks)))
-                hooks.clear()
-    try:
-        yield
-    finally:
         for hooks, kept in silenced:
             hooks.update(kept)
+        for parameter, gradient in zip(trainable, before, strict=True):
+            parameter.grad = gradient
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

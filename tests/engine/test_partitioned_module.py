@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.partitioned_module import PartitionedModule
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import PartitionError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.topology import Topology
@@ -47,10 +48,10 @@ def test_ranks_with_the_same_stages_use_the_same_parameters() -> None:
     def run(transport: ThreadTransport) -> list[tuple[int, ...]]:
         module = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("embed", "one", "two", "head")})
         layers = [(name, module[name]) for name in ("one", "two")]
-        own = PartitionedModule(module, layers, [1, 1], schedules.PipeDream(replicas=(2, 1)), transport)
+        own = Pipeline(module, layers, [1, 1], schedules.PipeDream(replicas=(2, 1)), transport)
         assert [own.holders(stage) for stage in range(2)] == [(0, 1), (2,)]
         own.ownership.used |= {0: {"embed.weight"}, 2: {"head.weight"}}.get(transport.rank, set())
-        own.agree_on_users()
+        own.agree_on_holders()
         return [own.owners(f"{name}.weight") for name in module]
 
     assert run_threads(thread_world(Topology(3, loss_rank=2)), run) == [[(0, 1), (0, 1), (2,), (2,)]] * 3

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_pipe.engine.batch import Batch, StepFunction
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.executor import Executor
-from lightning_pipe.engine.first_batch.trial_runs import NotRandom, leaving_no_trace, not_random
+from lightning_pipe.engine.first_batch.trial_runs import NotRandom, leaving_no_trace
 from lightning_pipe.engine.stage import Crossings, Saved, Stages, loss_of
 from lightning_pipe.errors import CutError, PartitionError, RepeatedRunError
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
@@ -103,7 +103,7 @@ def trial_losses(
         for number, part in enumerate(batches):
             # a signature of its own: nobody knows what will cross
             batch = Batch(step, [part], [number], [1.0], streams, training=False)
-            quiet = not_random(pipeline.module, streams.state, whole=evaluating)
+            quiet = NotRandom(pipeline.module, streams.state, whole=evaluating)
             with leaving_no_trace(stages), quiet as trial.functions:
                 executor.run(program, batch)
     found: list[TrialLosses] = transport.all_gather_object(trial.seen, pipeline.pipeline_members)

@@ -64,12 +64,15 @@ def leaving_no_trace(stages: Stages, *, trained: bool = False) -> Iterator[None]
 
 
 class NotRandom(TorchFunctionMode):
-    """Functions for dropout do nothing; notes whether others draw, in layers too, and in which type they compute.
+    """Within it nothing that the module computes is random, as far as dropout is the reason.
 
+    Functions for dropout do nothing; it notes whether others draw, in layers too, and in which type they compute.
     Losses do not show that gradients are no sums over samples: functions that are asked for such are refused.
 
     Args:
+        module: the module.
         state: that of the generators.
+        whole: whether all of the module is as in an evaluation; layers may compute something else in training.
 
     Attributes:
         drew: whether a function has drawn.
@@ -79,9 +82,23 @@ class NotRandom(TorchFunctionMode):
     drew = False
     autocast: torch.dtype | None = None
 
-    def __init__(self, state: Callable[[], object]) -> None:
+    def __init__(self, module: nn.Module, state: Callable[[], object], *, whole: bool) -> None:
         super().__init__()
         self._state = state
+        self._silent = [(part, part.training) for part in module.modules() if whole or isinstance(part, _SILENT)]
+
+    @override
+    def __enter__(self) -> NotRandom:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        for part, _ in self._silent:
+            part.training = False
+        return self
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        for part, training in self._silent:
+            part.training = training
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,24 +119,3 @@ class NotRandom(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.drew |= kwargs.get("generator") is not None or self._state() != before
         return result
-
-
-@contextmanager
-def not_random(module: nn.Module, state: Callable[[], object], *, whole: bool) -> Iterator[NotRandom]:
-    """Nothing that the module computes is random, as far as dropout is the reason.
-
-    Args:
-        module: the module.
-        state: that of the generators.
-        whole: whether all of it is as in an evaluation; layers may compute something else in training.
-    """
-    silent = [part for part in module.modules() if whole or isinstance(part, _SILENT)]
-    before = [part.training for part in silent]
-    for part in silent:
-        part.training = False
-    try:
-        with NotRandom(state) as functions:
-            yield functions
-    finally:
-        for part, training in zip(silent, before, strict=True):
-            part.training = training
