@@ -129,12 +129,14 @@ class AsynchronousPipeline:
         start, busy = time.perf_counter(), pipeline.executor.busy
         known = pipeline.ownership.users_known
         actions = [action for action in call.actions if action.micro_batch in pipeline.executor.batches]
+        # done on all ranks, whose receivers come to all of its messages in this call
+        done, size = number - self.stream.lag, self.stream.micro_batches
         try:
             # This object only puts the generators back after the call; every batch brings streams of its own.
             streams = RandomStreams(0, pipeline.transport.device)
             self.versions.begin_call()
             with torch.enable_grad(), pipeline.running(streams):
-                pipeline.executor.advance(actions, call.again)
+                pipeline.executor.advance(actions, call.again, range(done * size, (done + 1) * size))
         except BaseException:
             self.drop()
             raise
@@ -154,21 +156,11 @@ class AsynchronousPipeline:
             self.versions.collect(update)
             pipeline.reduce_gradients()
             self.versions.step(call.oldest)
-        self._retire(number - self.stream.lag)
+        self._in_flight.pop(done, None)
         if known:  # earlier calls also agree on what travels and who holds what
             pipeline.elapsed += time.perf_counter() - start
             pipeline.busy += pipeline.executor.busy - busy
         return result
-
-    def _retire(self, number: int) -> None:
-        """Forget a batch that is done on all ranks, and agree on what micro-batches like its own are to carry."""
-        if self._in_flight.pop(number, None) is None:
-            return
-        size, executor = self.stream.micro_batches, self._pipeline.executor
-        own = range(number * size, (number + 1) * size)
-        for micro_batch in own:
-            executor.batches.pop(micro_batch, None)
-        executor.exchange.agree(own)  # receivers come to all of its messages in this call
 
     def drop(self) -> None:
         """Give up what is in flight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,7 +145,9 @@ class Executor:
             self.batches[first + index] = batch, index
             self.exchange.set_out(first + index, signature)
 
-    def advance(self, actions: Sequence[Action], again: Container[tuple[int, int]] = ()) -> None:
+    def advance(
+        self, actions: Sequence[Action], again: Container[tuple[int, int]] = (), over: Iterable[int] = ()
+    ) -> None:
         """Run one call of an asynchronous schedule, or an action of batches that follow each other.
 
         What it leaves under way stays so.
@@ -153,9 +155,13 @@ class Executor:
         Args:
             actions: the call's actions; micro-batches are numbered over all batches.
             again: the forwards among them that a later call runs again, as ``(stage, micro_batch)``.
+            over: the micro-batches that are done on this rank by then; see `BoundaryExchange.agree`.
         """
         with self._whole():
             self._loop(self._prepare(actions, again))
+            self.exchange.agree(over)
+        for micro_batch in over:
+            self.batches.pop(micro_batch, None)
 
     def empty(self) -> None:
         """Nothing is under way any more after calls of `advance`: end what they have left open."""

@@ -96,9 +96,8 @@ class StreamedEvaluation:
         number, forward = action.micro_batch or 0, action.kind is Kind.FORWARD
         batch, _ = self._executor.batches[number]
         with self._pipeline.running(batch.streams) if forward else nullcontext():
-            self._executor.advance([action])
-        # no gradients come back, and no rank is so many batches ahead of another
-        self._executor.exchange.agree((number - self.lag,))
+            # no gradients come back, and no rank is so many batches ahead of another
+            self._executor.advance([action], over=(number - self.lag,))
         if forward:
             self._pipeline.commit_evaluated()
 
