@@ -112,9 +112,8 @@ class PipelineRun:
             self._changed.enter_context(self.loaders.order.kept())
             self._changed.callback(self.gradients.end)
             self.gradients.begin(trainer.optimizers)
-        metrics = Metrics(self._module, self.pipeline, self._world.replicas)
-        metrics.install()
-        self._changed.callback(metrics.remove)
+        metrics = Metrics(self._module, self.pipeline, self._world)
+        self._changed.enter_context(metrics.installed())
         # model summaries and loggers would run the whole module on one rank
         self._changed.enter_context(replaced(self._module, "_example_input_array", None))
         # hooks may keep parameters, or copies of them, in these objects

@@ -129,16 +129,15 @@ class UserStep:
         completes = self.pipeline.transport.rank in (self.pipeline.loss_ranks if ranks is None else ranks)
         several = len(self.pipeline.pipeline_members) > 1
         before = self._at_begin = self.traces.capture() if completes and several else None
-        with self.metrics.in_step(alike=turns):
-            # most ranks leave the step early: collectives of the user's step must concern the replicas alone
-            self._world.local = True
-            try:
-                yield before
-            except GivenOtherValuesError as error:
-                own = [] if before is None else [f"self.{name_of(change)}" for change in before.changes()]
-                raise error.naming([*own, *self.traces.of_layers.changed()]) from None
-            finally:
-                self._world.local, self._at_begin = False, None
+        # most ranks leave the step early: collectives of the user's step must concern the replicas alone
+        self._world.local, self.metrics.alike = True, turns
+        try:
+            yield before
+        except GivenOtherValuesError as error:
+            own = [] if before is None else [f"self.{name_of(change)}" for change in before.changes()]
+            raise error.naming([*own, *self.traces.of_layers.changed()]) from None
+        finally:
+            self._world.local, self._at_begin = False, None
 
     def undoing(self, micro_batches: int, hooks: HooksOfBatch, *, training: bool) -> AbstractContextManager[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.

@@ -19,11 +19,9 @@ from lightning_pipe.intercept.interceptor import outside_modules
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.torch_internals import tree_map
+from lightning_pipe.trainer.world import World
 
 State = tuple[dict[str, Any], int]
-
-_OUTSIDE, _DIVIDED, _ALIKE = range(3)
-"""Where code is: in no step, in one of which each rank runs a part, or in one that all ranks run."""
 
 _forward, _reset = Metric.forward, Metric.reset
 
@@ -38,25 +36,24 @@ class Metrics:
     Args:
         module: the LightningModule.
         pipeline: the module over the ranks.
-        replicas: the process group of this rank's replicas; ``None`` if there is one replica.
+        world: the processes.
 
     Attributes:
+        alike: whether all ranks run the whole of the step that is under way.
         windows: the metrics over the last updates (`torchmetrics.aggregation.RunningMean`) that steps have updated.
 
     Raises:
         ConfigurationError: a metric is part of what some ranks alone run.
     """
 
-    def __init__(self, module: nn.Module, pipeline: Pipeline, replicas: Any | None) -> None:
-        self._pipeline, self._replicas = pipeline, replicas
+    def __init__(self, module: nn.Module, pipeline: Pipeline, world: World) -> None:
+        self._pipeline, self._world, self.alike = pipeline, world, False
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         if len(pipeline.pipeline_members) > 1 and not pipeline.whole:
             self._check_places(module)
-        self._step = _OUTSIDE
         self._forwards = 0  # within how many calls of `Metric.forward` the code is, which computes the batch's value
         self._touched: dict[int, Snapshot] | None = None
-        self._changed = ExitStack()
         self.windows: set[str] = set()
 
     def _check_places(self, module: nn.Module) -> None:
@@ -71,39 +68,24 @@ class Metrics:
                     hint="Keep the metric in the LightningModule, and update it in the step.",
                 )
 
-    def install(self) -> None:
-        """Take over synchronisation, and see what steps do to metrics."""
-        metric: Any
-        self._replace(Metric, "forward", self._forward)
-        self._replace(Metric, "reset", self._reset)
-        for metric in self._metrics:
-            self._replace(metric, "update", self._update(metric, metric.update))
-            self._replace(metric, "compute", self._compute(metric, metric.compute))
-            # ungated: torchmetrics or the user may pickle the metric with these
-            if self._replicas is None:
-                self._replace(metric, "distributed_available_fn", _never, gated=False)
-            elif metric.dist_sync_fn is None and metric.process_group is None:
-                self._replace(metric, "dist_sync_fn", functools.partial(_gather, self._replicas), gated=False)
-
-    def _replace(self, owner: Metric | type[Metric], name: str, value: Any, *, gated: bool = True) -> None:
-        self._changed.enter_context(replaced(owner, name, value, gated=gated))
-
-    def remove(self) -> None:
-        """Leave the metrics as they were found."""
-        self._changed.close()
-
     @contextmanager
-    def in_step(self, *, alike: bool = False) -> Iterator[None]:
-        """Around a batch: ``compute`` is local.
-
-        Args:
-            alike: whether all ranks run the whole step.
-        """
-        self._step = _ALIKE if alike else _DIVIDED
-        try:
+    def installed(self) -> Iterator[None]:
+        """Around a run: take over synchronisation, and see what steps do to metrics."""
+        metric: Any
+        gather = functools.partial(_gather, self._world.replicas)
+        found = [replaced(Metric, "forward", self._forward), replaced(Metric, "reset", self._reset)]
+        for metric in self._metrics:
+            found.append(replaced(metric, "update", self._update(metric, metric.update)))
+            found.append(replaced(metric, "compute", self._compute(metric, metric.compute)))
+            # ungated: torchmetrics or the user may pickle the metric with these
+            if self._world.replicas is None:
+                found.append(replaced(metric, "distributed_available_fn", _never, gated=False))
+            elif metric.dist_sync_fn is None and metric.process_group is None:
+                found.append(replaced(metric, "dist_sync_fn", gather, gated=False))
+        with ExitStack() as changed:
+            for each in found:
+                changed.enter_context(each)
             yield
-        finally:
-            self._step = _OUTSIDE
 
     @contextmanager
     def remembered(self) -> Iterator[dict[int, Snapshot]]:
@@ -133,7 +115,7 @@ class Metrics:
 
     def _check_known(self, metric: Metric) -> None:
         """Raise where a step asks for the result of batches that this rank has not seen."""
-        if self._step == _ALIKE or self._forwards or self._pipeline.is_loss_rank:
+        if self.alike or self._forwards or self._pipeline.is_loss_rank:
             return
         raise CutError(
             f"the step computes the metric `self.{self.names[id(metric)]}` before it calls the layers of later stages, "
@@ -144,7 +126,7 @@ class Metrics:
     def _update(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._touch(metric)
-            if self._step and isinstance(metric, Running):
+            if self._world.local and isinstance(metric, Running):
                 self.windows.add(self.names[id(metric)])
             return update(*args, **kwargs)
 
@@ -152,7 +134,7 @@ class Metrics:
 
     def _compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self._step:
+            if self._world.local:
                 self._check_known(metric)
                 return compute(*args, **kwargs)
             mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
