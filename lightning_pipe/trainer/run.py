@@ -33,7 +33,6 @@ from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_ba
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
-from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.stage_division import Division
@@ -118,14 +117,14 @@ class PipelineRun:
         self._changed.enter_context(replaced(self._module, "_example_input_array", None))
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
-        weight = self._splitter.options.loss_weight
-        self._step = UserStep(self._module, self.pipeline, self._world, metrics, self.loaders.channel, weight)
+        options = self._splitter.options
+        own = self._world, metrics, self.loaders.channel, options.loss_weight
+        self._step = UserStep(self._module, self.pipeline, *own)
         # once for all batches: to put these in place takes as long as a small layer
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
         self._changed.enter_context(self._step.traces.hooks.installed())
-        steps = EvaluationSteps(self.pipeline, self._step, self._seeds[_EVALUATION], self._splitter.options)
-        self._evaluations = Evaluations(self._module, self._world, steps)
+        self._evaluations = Evaluations(self._step, self._world, self._seeds[_EVALUATION], options)
         self._changed.enter_context(self._evaluations.installed())
         if fitting and self.pipeline.asynchronous is not None:
             self.streaming = Streaming(self._module, self.pipeline, self._world, self._step, self.gradients)

@@ -102,7 +102,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "batch_splitter": "batches/test_split_batch",
         "loaders": "trainer/data/test_replica_data",
     },
-    "trainer/evaluation": dict.fromkeys(("evaluations", "steps"), "trainer/evaluation/test_stream"),
+    "trainer/evaluation": {"evaluations": "trainer/evaluation/test_stream"},
     "trainer/whole_model": {
         "absent_gradients": "trainer/whole_model/test_walks",
         "metrics": "trainer/whole_model/test_logging",

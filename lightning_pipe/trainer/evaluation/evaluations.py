@@ -1,54 +1,64 @@
-"""The evaluations of a run: which of them stream, and their steps."""
+"""The evaluations of a run: their steps, in two parts each, run here and shared; and which of them stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_pipe.batches.joining import join
+from lightning_pipe.batches.micro_batches import MicroBatches, divide_batch
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.kept_state import is_own
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
+from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
-from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream
+from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.world import World
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Evaluations:
-    """Lets the batches of an evaluation stream through the stages, where nothing between them looks at the others.
+    """Runs evaluation steps once over the whole batch: their code sees what it would see on one device.
+
+    Batches that do not fit are cut into micro-batches, if the user asks for it. Others stream through the stages, where
+    nothing between them looks at one.
 
     Args:
-        module: the LightningModule, with its Trainer.
+        user_step: what the steps of all batches have in common.
         world: the processes.
-        steps: runs and shares steps.
+        seeds: of the random streams of batches.
+        options: the strategy's options.
+
+    Attributes:
+        pipeline: the module over the ranks.
+        user_step: as given.
     """
 
-    def __init__(self, module: pl.LightningModule, world: World, steps: EvaluationSteps) -> None:
-        self._module, self._world, self._steps = module, world, steps
-        self._may_stream = (
-            steps.options.stream_evaluation
-            # the micro-batches of a batch follow each other instead
-            and steps.options.evaluation_micro_batches == 1
-            and world.layout.pipeline_parallel_size > 1
-            # before the module is divided one rank runs all of it
-            and not steps.pipeline.whole
-        )
-        pipeline = steps.pipeline
-        told: Sequence[str] = ()
-        if pipeline.family.pipes > 1:
-            whole = steps.options.evaluation_micro_batches == 1
-            told = pipeline.evaluated_by(pipeline.transport.rank) if whole else pipeline.names
-        not_told = {*pipeline.names}.difference(told)
-        self._copies = EvaluatedCopies(module, pipeline.transport, pipeline.pipeline_members, not_told)
+    def __init__(self, user_step: UserStep, world: World, seeds: Iterator[int], options: BatchSplitting) -> None:
+        self.user_step, self._world, self._seeds, self._options = user_step, world, seeds, options
+        self._module, self.pipeline = user_step.module, user_step.pipeline
+        # the methods of which a batch has had to run again: each waits for the batches before it
+        self._waiting = set[str]()
+        self._in_turns = set[str]()  # those in which the ranks take turns, because they call layers again
+        # what each run has changed in layers since the last batch that was run in turns; the methods that change none
+        self._before: list[tuple[StepOfBatch, Snapshot]] = []
+        self._leaves_layers: set[str] = set()
         self._stream: EvaluationStream | None = None
+        pipeline, told = self.pipeline, list[str]()
+        if pipeline.family.pipes > 1:
+            whole = options.evaluation_micro_batches == 1
+            told = [*(pipeline.evaluated_by(pipeline.transport.rank) if whole else pipeline.names)]
+        not_told = {*pipeline.names}.difference(told)
+        self._copies = EvaluatedCopies(self._module, pipeline.transport, pipeline.pipeline_members, not_told)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -60,10 +70,12 @@ class Evaluations:
             loop.inference_mode = False  # nobody counts changes in it; Lightning itself leaves it with FSDP, over Gloo
         with ExitStack() as changed:
             changed.callback(self._close)
-            for loop, name in loops.items() if len(self._steps.pipeline.pipeline_members) > 1 else ():
-                begin = partial(self._begin, loop.on_run_start, loop, name)
+            for loop, name in loops.items() if len(self.pipeline.pipeline_members) > 1 else ():
+                begin = partial(self._begin_loop, loop.on_run_start, loop, name)
                 changed.enter_context(replaced(loop, "on_run_start", begin, gated=False))
-                changed.enter_context(replaced(loop, "on_run_end", partial(self._end, loop.on_run_end), gated=False))
+                changed.enter_context(
+                    replaced(loop, "on_run_end", partial(self._end_loop, loop.on_run_end), gated=False)
+                )
             yield
 
     def step(self, name: str, args: Sequence[Any]) -> Any:
@@ -75,27 +87,136 @@ class Evaluations:
         """
         if self._stream is not None:
             return self._stream.step(args)
-        step = self._steps.begin(name, args)
-        self._steps.run(step)
-        return self._steps.share(step)
+        step = self.begin(name, args)
+        self.run(step)
+        return self.share(step)
 
-    def _begin(self, method: Callable[..., Any], loop: Any, name: str) -> None:
+    # ------------------------------------------------------------------ steps
+
+    def begin(self, name: str, args: Sequence[Any], seed: int | None = None) -> StepOfBatch:
+        """The step of the next batch.
+
+        Args:
+            name: the method of the LightningModule.
+            args: its arguments; the first one is the batch, on this device.
+            seed: of the batch's random streams; ``None``: the next one.
+        """
+        seed = next(self._seeds) if seed is None else seed
+        parts = self._cut(args[0])
+        # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
+        ranks = self.pipeline.loss_ranks[: len(parts.parts)]
+        return StepOfBatch(self.user_step, name, args, parts, seed, ranks)
+
+    def run(self, step: StepOfBatch) -> None:
+        """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
+        turns, parts = step.name in self._in_turns, step.micro_batches.parts
+        with (
+            nullcontext() if turns else self._remembering(step),
+            self.user_step.running(may_repeat=not turns, turns=turns, ranks=step.ranks) as step.before,
+        ):
+            step.outputs = self.pipeline.evaluate(step, parts, seed=step.seed, turns=turns, again=step.again)
+        step.repeats = self.pipeline.turns.needed
+
+    def run_stage(self, step: StepOfBatch, stage: int, perform: Callable[[], None]) -> None:
+        """Run one stage of a step.
+
+        Args:
+            step: the step.
+            stage: the stage, of this rank.
+            perform: runs it.
+        """
+        ranks = step.ranks if stage == len(self.pipeline.balance) - 1 else ()
+        with self._remembering(step), self.user_step.running(may_repeat=True, ranks=ranks) as step.before:
+            perform()
+
+    @contextmanager
+    def _remembering(self, step: StepOfBatch) -> Iterator[None]:
+        """Around a run that may have to be undone: remember what it changes in layers and outside modules.
+
+        Not what others change there meanwhile: other stages here are at work on other batches, which stay, and what the
+        step sets is adopted batch by batch.
+        """
+        if step.name in self._leaves_layers:
+            yield
+            return
+        computing = self.pipeline.executor.stages.interceptor.computing()
+        before = Snapshot({str(id(part)): part for part in computing})
+        yield
+        if before.narrow():
+            self._before.append((step, before))
+
+    def _cut(self, batch: Any) -> MicroBatches:
+        options, number = self._options, self._options.evaluation_micro_batches
+        if number == 1:
+            return MicroBatches([batch], [1], [1.0])
+        ranks = self.pipeline.transport.topology.ranks
+        return divide_batch(batch, ranks, number, options.split_batch, options.loss_weight)
+
+    def again(self, step: StepOfBatch) -> StepOfBatch:
+        """A step that is to run once more."""
+        step = self.begin(step.name, step.args, step.seed)
+        step.again = True
+        return step
+
+    def share(self, step: StepOfBatch, *, send_outputs: bool = True, leave: Callable[[], None] | None = None) -> Any:
+        """What the step returned; what it logged and changed is made on this rank, too. Collective over the pipeline.
+
+        Args:
+            step: the step, which has been run here.
+            send_outputs: whether ranks without the last stage get what the step returned.
+            leave: called if a step that was run in a stream has to run again, whose batches wait from then on.
+        """
+        outputs = step.share(send_outputs=send_outputs)
+        while step.repeats:
+            self._waiting.add(step.name)
+            if leave is None:
+                self._in_turns.add(step.name)
+            else:
+                leave()
+            leave = None
+            # the layers have run for this batch, and in a stream for later ones, whose steps all run again
+            for _, before in reversed(self._before):
+                before.undo()
+            self._before.clear()
+            self._leaves_layers.discard(step.name)
+            step = self.again(step)
+            self.run(step)
+            outputs = step.share(send_outputs=send_outputs)
+        of_others = [each for each in self._before if each[0] is not step]
+        if len(of_others) < len(self._before):
+            self._before = of_others
+        elif step.name not in self._in_turns:
+            self._leaves_layers.add(step.name)
+        parts = step.micro_batches
+        if len(parts.parts) == 1 or not outputs:
+            return outputs.get(0)
+        return join(outputs, parts.sizes, parts.shares, _unclear)
+
+    # ------------------------------------------------------------------ loops
+
+    def _begin_loop(self, method: Callable[..., Any], loop: Any, name: str) -> None:
         """In the place of ``on_run_start``. Collective over all processes."""
         method()
         self._copies.begin()
-        if not self._may_stream:
-            return
+        may_stream = (
+            self._options.stream_evaluation
+            # the micro-batches of a batch follow each other instead
+            and self._options.evaluation_micro_batches == 1
+            and self._world.layout.pipeline_parallel_size > 1
+            # before the module is divided one rank runs all of it
+            and not self.pipeline.whole
+        )
         # a callback may exist on some ranks alone
-        if not self._world.agree(self._must_wait(loop, name), unanimous=False):
-            self._stream = EvaluationStream(self._module, self._steps, self._world, loop, name)
+        if may_stream and not self._world.agree(self._must_wait(loop, name), unanimous=False):
+            self._stream = EvaluationStream(self, self._world, loop, name)
             self._stream.begin()
 
     def _must_wait(self, loop: Any, name: str) -> bool:
         """Whether each batch must have passed all ranks before the next one begins."""
-        pipeline, loaders = self._steps.pipeline, loop._combined_loader.flattened
+        pipeline, loaders = self.pipeline, loop._combined_loader.flattened
         replicas = pipeline.transport.topology.replicas > 1
         return (
-            name in self._steps.waiting
+            name in self._waiting
             # it may change what the steps of later batches use, such as weights
             or self._has_hooks_between(name)
             # the replicas' loaders may differ in length
@@ -117,7 +238,7 @@ class Evaluations:
         owners = [owner for owner in (self._module, trainer.datamodule) if owner is not None]
         return any(is_overridden(hook, owner) for hook in _TRANSFERS for owner in owners)
 
-    def _end(self, method: Callable[..., Any]) -> Any:
+    def _end_loop(self, method: Callable[..., Any]) -> Any:
         """In the place of ``on_run_end``. Collective over all processes."""
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -130,7 +251,16 @@ class Evaluations:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
-            self._steps.pipeline.executor.abandon()
+            self.pipeline.executor.abandon()
+
+
+def _unclear(place: str) -> None:
+    raise ConfigurationError(
+        f"The step returns outputs{place}, of which it is not known how the values of micro-batches make that of the "
+        "batch.",
+        hint="Return tensors or lists with one entry for each sample, or means over samples; or leave out "
+        "evaluation_micro_batches.",
+    )
 
 
 def _share_modules(pipeline: Pipeline) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
 from lightning_pipe.trainer.user_step import StepOfBatch
 
 _NOT_YET = object()
@@ -40,7 +39,6 @@ class FetchedBatches:
 
     Args:
         module: the LightningModule, with its Trainer.
-        steps: runs and shares steps.
         loop: Lightning's loop, about to fetch its first batch.
         name: the method that evaluates a batch.
 
@@ -49,8 +47,8 @@ class FetchedBatches:
         current: the batch that the loop has got.
     """
 
-    def __init__(self, module: pl.LightningModule, steps: EvaluationSteps, loop: Any, name: str) -> None:
-        self._module, self._steps, self._loop, self._name = module, steps, loop, name
+    def __init__(self, module: pl.LightningModule, loop: Any, name: str) -> None:
+        self._module, self._loop, self._name = module, loop, name
         self.fetcher = loop._data_fetcher
         self._queue: deque[Fetched] = deque()
         self._fetched = 0
@@ -93,12 +91,6 @@ class FetchedBatches:
         self.current = self._queue.popleft()
         return self.current
 
-    def begun(self, fetched: Fetched) -> StepOfBatch:
-        """The step of a batch."""
-        if fetched.step is None:
-            fetched.step = self._steps.begin(self._name, self._arguments(fetched))
-        return fetched.step
-
     def moved(self, fetched: Fetched) -> Any:
         """A batch on this device, brought there as the loop does it."""
         if fetched.batch is _NOT_YET:
@@ -109,8 +101,8 @@ class FetchedBatches:
             fetched.item = (None, number, loader)
         return fetched.batch
 
-    def _arguments(self, fetched: Fetched) -> tuple[Any, ...]:
-        """What the loop will pass to the step."""
+    def arguments(self, fetched: Fetched) -> tuple[Any, ...]:
+        """What the loop will pass to the step of a batch."""
         loop, (_, number, loader) = self._loop, fetched.item
         several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
         known = loop._build_kwargs(self.moved(fetched), number, loader if several else None)

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -35,8 +35,11 @@ from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.patches import replaced
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
-from lightning_pipe.trainer.evaluation.steps import EvaluationSteps
+from lightning_pipe.trainer.user_step import StepOfBatch
 from lightning_pipe.trainer.world import World
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 
 _AHEAD = (
     "This rank has run {name} for batch {batch} ahead of the batches before it. If it needs the attributes that they "
@@ -48,20 +51,20 @@ class EvaluationStream:
     """Stands in the place of a loop's data fetcher, and runs steps ahead of the loop.
 
     Args:
-        module: the LightningModule, with its Trainer.
-        steps: runs and shares steps.
+        evaluations: runs and shares steps.
         world: the processes.
         loop: Lightning's loop, about to fetch its first batch.
         name: the method that evaluates a batch.
     """
 
-    def __init__(self, module: pl.LightningModule, steps: EvaluationSteps, world: World, loop: Any, name: str) -> None:
-        self._module, self._steps, self._world, self._loop, self._name = module, steps, world, loop, name
-        pipeline, self._last = steps.pipeline, len(steps.pipeline.balance) - 1
+    def __init__(self, evaluations: Evaluations, world: World, loop: Any, name: str) -> None:
+        self._evaluations, self._world, self._loop, self._name = evaluations, world, loop, name
+        self._module, pipeline = evaluations.user_step.module, evaluations.pipeline
+        self._last = len(pipeline.balance) - 1
         ranks = [pipeline.placement[0, stage] for stage in range(self._last + 1)]
         self._stages = [stage for stage, rank in enumerate(ranks) if rank == pipeline.transport.rank]
         self._engine = StreamedEvaluation(pipeline)
-        self._batches = FetchedBatches(module, steps, loop, name)
+        self._batches = FetchedBatches(self._module, loop, name)
         self._slot, self._waits = 0, False
         self._changed = ExitStack()
 
@@ -74,7 +77,7 @@ class EvaluationStream:
 
     def begin(self) -> None:
         """Take the place of the fetcher."""
-        channel = self._steps.user_step.channel
+        channel = self._evaluations.user_step.channel
         self._changed.callback(setattr, channel, "ahead", channel.ahead)
         channel.ahead = self._engine.lag
         self._changed.enter_context(replaced(self._loop, "_data_fetcher", self, gated=False))
@@ -128,18 +131,24 @@ class EvaluationStream:
         """
         current = self._batches.current
         assert current is not None
-        step = self._batches.begun(current)
+        step = self._begun(current)
         if self._waits:
-            step = step if current.way is None else self._steps.again(step)
-            self._steps.run(step)
+            step = step if current.way is None else self._evaluations.again(step)
+            self._evaluations.run(step)
         elif self._completes:
             self._run_to(self._slot)
             if self._replicas_wait:
                 [step.repeats] = self._world.any_of([step.repeats], self._world.replica_members)
         leave = None if self._waits else self._leave
-        output = self._steps.share(step, send_outputs=self._outputs_are_kept, leave=leave)
+        output = self._evaluations.share(step, send_outputs=self._outputs_are_kept, leave=leave)
         current.step = None
         return output
+
+    def _begun(self, fetched: Fetched) -> StepOfBatch:
+        """The step of a batch."""
+        if fetched.step is None:
+            fetched.step = self._evaluations.begin(self._name, self._batches.arguments(fetched))
+        return fetched.step
 
     def _leave(self) -> None:
         """Let batches wait from now on: bring what has begun to its end, of which nothing counts."""
@@ -175,7 +184,7 @@ class EvaluationStream:
 
     def _perform(self, action: Action, fetched: Fetched) -> None:
         """Run an action of a batch that has been fetched."""
-        begins, step = fetched.step is None, self._batches.begun(fetched)
+        begins, step = fetched.step is None, self._begun(fetched)
         if begins:
             fetched.way = self._engine.begin(fetched.number, step, step.args[0], seed=step.seed)
         perform = partial(self._engine.perform, action)
@@ -184,10 +193,10 @@ class EvaluationStream:
             return
         if action.stage == self._last:
             step.dropped = self._waits
-            self._steps.run_stage(step, action.stage, perform)
+            self._evaluations.run_stage(step, action.stage, perform)
         else:
             try:
-                self._steps.run_stage(step, action.stage, perform)
+                self._evaluations.run_stage(step, action.stage, perform)
             except Exception as error:
                 if fetched.number > self._batches.given:
                     error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))

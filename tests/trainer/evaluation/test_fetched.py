@@ -29,8 +29,7 @@ class Fetcher:
 @pytest.fixture
 def batches(request: pytest.FixtureRequest) -> tuple[FetchedBatches, Any]:
     loop = SimpleNamespace(_data_fetcher=Fetcher(*request.param), batch_progress=_BatchProgress())
-    steps: Any = SimpleNamespace(pipeline=SimpleNamespace(transport=None, pipeline_members=()))
-    return FetchedBatches(L.LightningModule(), steps, loop, "validation_step"), loop
+    return FetchedBatches(L.LightningModule(), loop, "validation_step"), loop
 
 
 @pytest.mark.parametrize("batches", [(3,)], indirect=True)
