@@ -46,7 +46,6 @@ from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.intercept.random_streams import mix
-from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.parameters.deferred_batchnorm import check_norms
 from lightning_pipe.parameters.loading import load_held
 from lightning_pipe.partition import Balance, divide, find_layers
@@ -247,13 +246,10 @@ class Pipeline:
         """What the step returned for each of some batches."""
         engine, number = self._engine, len(group)
         if not self._in_turns:
-            computing = engine.executor.stages.interceptor.computing()
-            layers = Snapshot({str(id(part)): part for part in computing}, buffers=False)
             outputs = self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed), number, may_repeat=True)
             self._in_turns = len(outputs) < number
             if not self._in_turns:
                 return outputs
-            layers.undo()
         return self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed, turns=True), number)
 
     # ------------------------------------------------------------------ gradients and state

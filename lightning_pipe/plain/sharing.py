@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_pipe.engine.batch_kinds import kind_of
 from lightning_pipe.engine.containers import children, map_leaves
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.plain.step_hooks import HooksOfBatch
-from lightning_pipe.plain.step_traces import StepTraces
+from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.plain.step_traces import StepTraces, TracesOfBatch
 
 Step = Callable[[Any], Any]
 """Takes a micro-batch, calls the model, and returns what the user wants of it; in training the loss."""
@@ -91,6 +93,7 @@ class SharedStep:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self._traces = pipeline, StepTraces(pipeline)
+        self._metrics = {name: part for name, part in pipeline.module.named_modules() if isinstance(part, Metric)}
 
     def run(
         self,
@@ -114,11 +117,15 @@ class SharedStep:
         Raises:
             CutError: the step has changed what cannot be changed alike on all ranks.
         """
-        pipeline, transport, hooks = self._pipeline, self._pipeline.transport, HooksOfBatch()
+        pipeline, transport = self._pipeline, self._pipeline.transport
+        traces = TracesOfBatch(micro_batches, may_repeat=may_repeat)
         before = self._traces.capture() if pipeline.is_loss_rank else None
+        if may_repeat:  # layers have run for the batches then
+            computing = pipeline.executor.stages.interceptor.computing()
+            traces.before.append(Snapshot({str(id(part)): part for part in computing}, buffers=False))
 
         def run(_: int, micro_batch: Any) -> Any:
-            with self._traces.undoing(micro_batches, hooks, may_repeat):
+            with self._traces.undoing(traces, None, lambda: nullcontext({0: Snapshot(self._metrics)})):
                 result = step(micro_batch)
                 pipeline.returning(result)
             return result
@@ -128,14 +135,13 @@ class SharedStep:
         alone = len(pipeline.pipeline_members) == 1
         changes = self._traces.changes(None if alone or pipeline.turns.needed else before)
         if pipeline.turns.needed:
-            outputs, hooks = {}, HooksOfBatch()
-            if before is not None:
-                before.undo()
+            outputs = {}
+            traces.undo()
         if alone:
             return outputs
-        report = outputs, changes, hooks.left()
+        report = outputs, changes, traces.left()
         sources = [transport.topology.process(transport.replica, rank) for rank in pipeline.loss_ranks]
         reports = [transport.broadcast_object(report, each, pipeline.pipeline_members) for each in sources]
         self._traces.adopt([changes for _, changes, _ in reports], before)
-        hooks.put_back(max((left for *_, left in reports), key=len))
+        traces.put_back(max((left for *_, left in reports), key=len))
         return {index: output for found, *_ in reports for index, output in found.items()}

@@ -7,7 +7,12 @@ another rank, begin with what was there before. What complete runs have changed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
@@ -17,8 +22,135 @@ from lightning_pipe.intercept.kept_state import in_several_pipes
 from lightning_pipe.intercept.module_state import apply, name_of, portable
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.patches import replaced
 from lightning_pipe.plain.own_sources import untouched
-from lightning_pipe.plain.step_hooks import HooksOfBatch, StepHooks
+
+_KINDS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+)
+Registered = tuple[RemovableHandle, Callable[[], RemovableHandle]]
+"""A hook that a step has registered: removes it, registers it anew."""
+
+
+class TracesOfBatch:
+    """What the runs of one batch's step have left on this rank.
+
+    Args:
+        micro_batches: how many the batch has.
+        may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
+
+    Attributes:
+        micro_batches, may_repeat: as given.
+        before: what was there before the complete ones, of a step that may have to run again in another way.
+    """
+
+    def __init__(self, micro_batches: int, *, may_repeat: bool = False) -> None:
+        self.micro_batches, self.may_repeat = micro_batches, may_repeat
+        self.before: list[Snapshot] = []
+        self._hooks: list[list[Registered]] = []  # of complete runs
+        self._removed: list[Registered] = []
+
+    def end_run(self, hooks: list[Registered], *, complete: bool) -> None:
+        """A run is over; what it has registered is removed if it does not count."""
+        if complete:
+            self._hooks.append(hooks)
+            return
+        self._removed = hooks
+        for handle, _ in hooks:
+            handle.remove()
+
+    def undo(self) -> None:
+        """The batch runs again: what complete runs have done does not count."""
+        for before in reversed(self.before):
+            before.undo()
+        for handle, _ in (each for hooks in self._hooks for each in hooks):
+            handle.remove()
+        self.before, self._hooks = [], []
+
+    def left(self) -> tuple[int, ...]:
+        """The hooks that are still there, by their places among all that the run has registered."""
+        found = (
+            tuple(place for place, (handle, _) in enumerate(hooks) if handle.id in (handle.hooks_dict_ref() or ()))
+            for hooks in self._hooks
+        )
+        return next(filter(None, found), ())
+
+    def put_back(self, left: Sequence[int]) -> None:
+        """Have the hooks on this rank that the complete run has left on another one.
+
+        Args:
+            left: from `left` there.
+
+        Raises:
+            CutError: this rank's runs ended before the step had registered them.
+        """
+        if not left or self._hooks:
+            return
+        if left[-1] >= len(self._removed):
+            raise CutError(
+                "the step registers a hook on a module behind a cut, for later batches: stages before it never come "
+                "there.",
+                hint="Register hooks that stay in setup or configure_model.",
+            )
+        registers = [self._removed[place][1] for place in left]
+        self._hooks.append([(register(), register) for register in registers])  # once, whichever rank tells again
+
+
+class StepHooks:
+    """Notes the hooks that steps register on modules: removed behind a run that ends early, alike on all ranks.
+
+    A step may look into layers, and models of Hugging Face register hooks when attentions are first asked for::
+
+        def validation_step(self, batch, batch_idx):
+            handle = self.model[0].register_forward_hook(keep)
+            out = self.model(batch)     # all ranks but the last end their run of the step in here,
+            handle.remove()             # and never come to this
+
+    What a layer registers in its own forward pass stays.
+
+    Args:
+        module: the user's module.
+        computing: whether a layer or an outside module runs now: what that registers is its own.
+    """
+
+    def __init__(self, module: nn.Module, computing: Callable[[], bool]) -> None:
+        self._modules = {id(part) for part in module.modules()}
+        self._computing = computing
+        self._noted: list[Registered] | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Around runs of steps: see what is registered on modules."""
+        with ExitStack() as changed:
+            for kind in _KINDS:
+                method = self._noting(getattr(nn.Module, kind))
+                changed.enter_context(replaced(nn.Module, kind, method, gated=False))
+            yield
+
+    def _noting(self, register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
+        def noting(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:
+            handle = register(module, *args, **kwargs)
+            if self._noted is not None and id(module) in self._modules and not self._computing():
+                self._noted.append((handle, partial(register, module, *args, **kwargs)))
+            return handle
+
+        return noting
+
+    @contextmanager
+    def noting(self, end_run: Callable[[list[Registered]], None]) -> Iterator[None]:
+        """Around a run of the step; ``end_run`` is called behind it with what it has registered, if anything."""
+        noted: list[Registered] = []
+        self._noted = noted
+        try:
+            yield
+        finally:
+            self._noted = None
+            if noted:
+                end_run(noted)
 
 
 class StepTraces:
@@ -45,18 +177,14 @@ class StepTraces:
     @contextmanager
     def undoing(
         self,
-        micro_batches: int,
-        hooks: HooksOfBatch,
-        may_repeat: bool,
+        traces: TracesOfBatch,
         before: Snapshot | None = None,
         remembered: Callable[[], AbstractContextManager[Mapping[int, Snapshot]]] = lambda: nullcontext({}),
     ) -> Iterator[None]:
         """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
 
         Args:
-            micro_batches: how many the batch has.
-            hooks: what runs for the batch register on modules.
-            may_repeat: whether it may come back to the layers of an earlier stage, and end there on all ranks.
+            traces: of the runs for the batch.
             before: the attributes before it, if they are known.
             remembered: the context of what else is to be undone.
 
@@ -64,14 +192,14 @@ class StepTraces:
             CutError: it changes an attribute, and no rank runs all micro-batches.
             RepeatedRunError: it has taken from a generator or an iterator of its own, and runs more than once.
         """
-        pipeline = self._pipeline
+        pipeline, may_repeat = self._pipeline, traces.may_repeat
         # recomputation runs a micro-batch again whose traces are there already
         again = is_recomputing()
         # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
         complete = not (pipeline.ends_early or may_repeat or again)
         several = pipeline.family.pipes > 1 and pipeline.synchronous  # ranks complete micro-batches
-        pipes = several and micro_batches > 1 and not again
-        noting_hooks = self.hooks.noting(hooks, lambda: complete)
+        pipes = several and traces.micro_batches > 1 and not again
+        noting_hooks = self.hooks.noting(lambda hooks: traces.end_run(hooks, complete=complete))
         taking = untouched(self.of_layers.around) if again or may_repeat or pipes else nullcontext()
         if complete:
             with noting_hooks, taking:
@@ -83,6 +211,7 @@ class StepTraces:
             try:
                 yield
                 complete = not again
+                traces.before += [kept, *others.values()] if may_repeat else ()
             finally:
                 for change in kept.changes() if complete and pipes else ():  # which other ranks do not see
                     raise in_several_pipes(f"self.{name_of(change)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,7 @@ from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.module_state import name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
-from lightning_pipe.plain.step_hooks import HooksOfBatch
-from lightning_pipe.plain.step_traces import StepTraces
+from lightning_pipe.plain.step_traces import StepTraces, TracesOfBatch
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, single_value
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
@@ -108,27 +107,21 @@ class UserStep:
         self.log = Log(module, metrics.names)
         self.checks = LossChecks(weighted=callable(loss_weight))
         self.traces = StepTraces(pipeline)
-        self._at_begin: Snapshot | None = None
         self.summed = loss_weight == "sum"
         self._world, self.channel = world, channel
-        self._may_repeat = False
         self._warn = WarnOnce()
 
     @contextmanager
-    def running(
-        self, *, may_repeat: bool = False, turns: bool = False, ranks: Sequence[int] | None = None
-    ) -> Iterator[Snapshot | None]:
+    def running(self, *, turns: bool = False, ranks: Sequence[int] | None = None) -> Iterator[Snapshot | None]:
         """Around the pipeline's call of steps. Yields the attributes before, or ``None`` where nobody needs changes.
 
         Args:
-            may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
             turns: whether the ranks take turns: each runs the whole step.
             ranks: those that complete it; ``None``: all with the last stage.
         """
-        self._may_repeat = may_repeat
         completes = self.pipeline.transport.rank in (self.pipeline.loss_ranks if ranks is None else ranks)
         several = len(self.pipeline.pipeline_members) > 1
-        before = self._at_begin = self.traces.capture() if completes and several else None
+        before = self.traces.capture() if completes and several else None
         # most ranks leave the step early: collectives of the user's step must concern the replicas alone
         self._world.local, self.metrics.alike = True, turns
         try:
@@ -137,20 +130,7 @@ class UserStep:
             own = [] if before is None else [f"self.{name_of(change)}" for change in before.changes()]
             raise error.naming([*own, *self.traces.of_layers.changed()]) from None
         finally:
-            self._world.local, self._at_begin = False, None
-
-    def undoing(self, micro_batches: int, hooks: HooksOfBatch, *, training: bool) -> AbstractContextManager[None]:
-        """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
-
-        Args:
-            micro_batches: how many the batch has.
-            hooks: what runs for the batch register on modules.
-            training: whether it is a training step.
-        """
-        # an evaluation of one micro-batch has what was there before its batch, as every run is undone
-        before = self._at_begin if micro_batches == 1 and not (training or is_recomputing()) else None
-        remembered = self.metrics.remembered
-        return self.traces.undoing(micro_batches, hooks, self._may_repeat, before, remembered)
+            self._world.local = False
 
     def exchange(
         self, report: StepReport | None, ranks: Sequence[int], *, send_outputs: bool = True
@@ -203,6 +183,7 @@ class StepOfBatch:
         micro_batches: the batch, cut.
         seed: of the batch's random streams.
         ranks: those that complete it; ``None``: all with the last stage.
+        may_repeat: see `TracesOfBatch`.
 
     Attributes:
         name, args, micro_batches, seed, ranks: as given.
@@ -224,6 +205,8 @@ class StepOfBatch:
         micro_batches: MicroBatches,
         seed: int,
         ranks: Sequence[int] | None = None,
+        *,
+        may_repeat: bool = False,
     ) -> None:
         self.name, self.args, self.micro_batches, self.seed = name, args, micro_batches, seed
         self.outputs: dict[int, Any] = {}
@@ -234,7 +217,7 @@ class StepOfBatch:
         self._context = getattr(trainer.precision_plugin, _CONTEXTS[name])
         self._training = name == "training_step"
         self._logged: Logged = {}
-        self._hooks = HooksOfBatch()
+        self._traces = TracesOfBatch(len(micro_batches.parts), may_repeat=may_repeat)
 
     def __call__(self, index: int, micro_batch: Any) -> Any:
         """Run the user's step for one micro-batch.
@@ -248,10 +231,12 @@ class StepOfBatch:
         if self.dropped:
             raise CutError("internal error: the batch runs again.")
         common = self._user_step
+        again = is_recomputing()
         # a run that computes a micro-batch again logs what was logged before
-        recording = common.log.recording(self._logged, index, counts=not is_recomputing())
-        number = len(self.micro_batches.parts)
-        undoing = common.undoing(number, self._hooks, training=self._training)
+        recording = common.log.recording(self._logged, index, counts=not again)
+        # an evaluation of one micro-batch has what was there before its batch, as every run is undone
+        before = None if self._training or again or len(self.micro_batches.parts) > 1 else self.before
+        undoing = common.traces.undoing(self._traces, before, common.metrics.remembered)
         with recording, undoing, self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
@@ -286,6 +271,7 @@ class StepOfBatch:
         reports = common.exchange(report, self.ranks, send_outputs=send_outputs)
         self.repeats = any(each.repeats for each in reports)
         if self.repeats:
+            self._traces.undo()
             return {}
         common.traces.adopt([each.changes for each in reports], self.before)
         self.replay(reports)
@@ -316,7 +302,7 @@ class StepOfBatch:
         losses = losses_of(outputs) if common.summed else {}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)
-        return StepReport(outputs, logged, changes, common.asked(self._training), hooks=self._hooks.left())
+        return StepReport(outputs, logged, changes, common.asked(self._training), hooks=self._traces.left())
 
     def replay(self, reports: Sequence[StepReport], *, own_batch: bool = True) -> None:
         """Log for the whole batch what the step logged on the ranks with the last stage; have the hooks that it left.
@@ -326,7 +312,7 @@ class StepOfBatch:
             own_batch: whether it is the batch that the Trainer takes the number of samples from.
         """
         common = self._user_step
-        self._hooks.put_back(max((report.hooks for report in reports), key=len))
+        self._traces.put_back(max((report.hooks for report in reports), key=len))
         merged = combine(one for report in reports for one in report.logged)
         for one in merged:
             one.reduction = "sum" if common.summed and one.is_loss else one.reduction

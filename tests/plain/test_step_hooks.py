@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import Pipeline, PipeStrategy
 from lightning_pipe.errors import CutError
-from lightning_pipe.plain.step_hooks import HooksOfBatch, StepHooks
+from lightning_pipe.plain.step_traces import StepHooks, TracesOfBatch
 from tests.support import oracle
 from tests.support.processes import run_trainers, run_world
 from tests.support.trainer_runs import QUIET
@@ -27,7 +27,7 @@ class Rank:
         self.net = nn.Sequential(nn.Identity(), nn.Identity())
         self.computing = False
         self.hooks = StepHooks(self.net, lambda: self.computing)
-        self.batch = HooksOfBatch()
+        self.batch = TracesOfBatch(1)
         self.said: list[str] = []
 
     def run(self, names: str, *, complete: bool, remove: str = "") -> None:
@@ -35,7 +35,7 @@ class Rank:
         with (
             self.hooks.installed(),
             suppress(KeyboardInterrupt),
-            self.hooks.noting(self.batch, lambda: complete),
+            self.hooks.noting(lambda hooks: self.batch.end_run(hooks, complete=complete)),
         ):
             handles = {
                 name: self.net[0].register_forward_hook(

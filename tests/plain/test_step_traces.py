@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from lightning_pipe import Pipeline, PipeStrategy
 from lightning_pipe.errors import CutError, RepeatedRunError
@@ -95,3 +96,61 @@ def test_what_is_drawn_twice_is_refused() -> None:
     """Losses are looked at in the first batch, whose micro-batches run once more for it."""
     with pytest.raises(RepeatedRunError, match=r"self\.numbers"):
         run_world(loss, 2, timeout=SECONDS, micro_batches=2)
+
+
+class Counts(Net):
+    hooked, steps = False, 0
+
+
+def evaluated(process: int, divided: bool) -> tuple[list[float], int, int]:
+    """What a step returns that comes back to the blocks for some batches; what it counts; the hooks that it leaves."""
+    model = Counts()
+
+    def step(batch: Tensor) -> Tensor:
+        if not model.hooked:
+            model.blocks[0].register_forward_hook(lambda *given: given[2] + 1)
+            model.hooked = True
+        model.steps += 1
+        out = model.blocks(batch)
+        return (model.blocks(out) if batch[0, 0] > 0 else out).sum().detach()
+
+    batches = [-DATA.abs(), DATA.abs(), -DATA.abs()]
+    pipeline = Pipeline(model, layers="blocks") if divided else None
+    found = map(step, batches) if pipeline is None else pipeline.evaluate(step, batches)
+    return [float(each) for each in found], model.steps, len(model.blocks[0]._forward_hooks)
+
+
+def test_batches_of_which_some_come_back_to_layers_count_once() -> None:
+    returned, *counted = evaluated(0, False)
+    assert counted == [3, 1]
+    for found in run_world(evaluated, 2, timeout=SECONDS, divided=True):
+        assert found == (pytest.approx(returned), 3, 1)
+
+
+class Measured(Net):
+    """Has metrics, of what comes to the blocks and of what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.made = SumMetric(), SumMetric()
+
+    def step(self, batch: Tensor) -> Tensor:
+        self.given.update(batch.sum())
+        out = self.blocks(batch)
+        self.made.update(out.detach().sum())
+        return out.square().mean()
+
+
+def measured(process: int, divided: bool) -> list[float]:
+    """What the metrics have counted in training, with those of all processes, as torchmetrics has it."""
+    model = Measured()
+    pipeline = Pipeline(model, layers="blocks", micro_batches=2) if divided else None
+    for batch in DATA.split(4):
+        model.step(batch) if pipeline is None else pipeline.train(model.step, batch)
+    return [float(model.given.compute()), float(model.made.compute())]
+
+
+def test_a_metric_counts_what_the_last_stage_has_seen() -> None:
+    expected = pytest.approx(measured(0, False), rel=1e-5)
+    for found in run_world(measured, 2, timeout=SECONDS, divided=True):
+        assert found == expected

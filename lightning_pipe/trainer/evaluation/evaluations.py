@@ -105,14 +105,15 @@ class Evaluations:
         parts = self._cut(args[0])
         # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
         ranks = self.pipeline.loss_ranks[: len(parts.parts)]
-        return StepOfBatch(self.user_step, name, args, parts, seed, ranks)
+        may_repeat = name not in self._in_turns
+        return StepOfBatch(self.user_step, name, args, parts, seed, ranks, may_repeat=may_repeat)
 
     def run(self, step: StepOfBatch) -> None:
         """Run this rank's part of a step, on all ranks before any of them goes on to the next batch."""
         turns, parts = step.name in self._in_turns, step.micro_batches.parts
         with (
             nullcontext() if turns else self._remembering(step),
-            self.user_step.running(may_repeat=not turns, turns=turns, ranks=step.ranks) as step.before,
+            self.user_step.running(turns=turns, ranks=step.ranks) as step.before,
         ):
             step.outputs = self.pipeline.evaluate(step, parts, seed=step.seed, turns=turns, again=step.again)
         step.repeats = self.pipeline.turns.needed
@@ -126,7 +127,7 @@ class Evaluations:
             perform: runs it.
         """
         ranks = step.ranks if stage == len(self.pipeline.balance) - 1 else ()
-        with self._remembering(step), self.user_step.running(may_repeat=True, ranks=ranks) as step.before:
+        with self._remembering(step), self.user_step.running(ranks=ranks) as step.before:
             perform()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Evaluation steps that call layers again: what the undone first run of a stream did to the layers is gone."""
+"""Evaluation steps that call layers again: what the undone first runs have done is gone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from lightning_pipe import PipeStrategy
 from tests.support.processes import run_trainers
@@ -77,3 +78,64 @@ def test_a_step_in_a_stream_that_comes_back_to_layers_equals_one_device(ranks: i
     for found in run_trainers(validated, ranks, timeout=60, devices=ranks, first=first, schedule=schedule):
         assert found[0] == pytest.approx(logged, rel=1e-9)
         assert found[1] == calls
+
+
+class Sometimes(L.LightningModule):
+    """Comes back to its layers where the first number of a batch is positive; counts, and leaves a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), nn.Linear(4, 1)
+        self.total, self.steps, self.hooked = SumMetric(), 0, False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.hooked:
+            self.layers[0].register_forward_hook(lambda *given: given[2] + 1)
+            self.hooked = True
+        x = batch[0]
+        out = self.layers(x)
+        if x[0, 0] > 0:
+            out = self.layers(out)
+        self.steps += len(x)
+        self.total.update(self.head(out).sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("total", self.total.compute())
+
+
+def sometimes(process: int, rows: Tensor, devices: int | None = None, **options: Any) -> tuple[float, int, int]:
+    """What is logged; how many samples are counted; hooks."""
+    strategy: Any = PipeStrategy(layers="layers", **options) if devices else "auto"
+    trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **QUIET)
+    module = Sometimes().double()
+    size = 2 * options.get("evaluation_micro_batches", 1)
+    trainer.validate(module, DataLoader(TensorDataset(rows), batch_size=size), verbose=False)
+    return float(trainer.callback_metrics["total"]), module.steps, len(module.layers[0]._forward_hooks)
+
+
+def rows_of(*signs: int) -> Tensor:
+    rows = torch.randn(len(signs), 4, generator=torch.Generator().manual_seed(1)).double()
+    rows[:, 0] = rows[:, 0].abs() * torch.tensor(signs)
+    return rows
+
+
+@pytest.mark.parametrize("signs", [(-1, -1, 1, 1, 1, 1, -1, -1), (1, 1, -1, -1, -1, -1, -1, -1)])
+def test_micro_batches_of_which_some_come_back_to_layers_count_once(signs: tuple[int, ...]) -> None:
+    rows = rows_of(*signs)
+    total, *counted = sometimes(0, rows)
+    assert counted == [8, 1]
+    options: dict[str, Any] = {"rows": rows, "evaluation_micro_batches": 2}
+    for found in (
+        sometimes(0, devices=1, stages=2, **options),
+        *run_trainers(sometimes, 2, timeout=60, devices=2, **options),
+    ):
+        assert found == (pytest.approx(total, rel=1e-9), 8, 1)
+
+
+@pytest.mark.timeout(90)
+def test_where_one_replica_comes_back_to_layers_the_other_one_counts_once() -> None:
+    rows = rows_of(-1, 1, -1, 1, -1, -1, -1, -1)  # every other row is the second replica's
+    total, *_ = sometimes(0, rows[[0, 2, 1, 3, 4, 6, 5, 7]])
+    for found in run_trainers(sometimes, 4, timeout=80, rows=rows, devices=4, data_parallel_size=2):
+        assert found == (pytest.approx(total, rel=1e-9), 4, 1)
