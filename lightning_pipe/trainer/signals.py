@@ -80,6 +80,9 @@ class Signals:
         """
         (end, requeue), self.told = self.told, [False, False]
         self.leaving_together = end
+        if end or requeue:  # a process that leaves first would take its messages along
+            self._trainer.strategy.run.loaders.channel.flush()
+            self._world.barrier()
         if requeue:
             self.asked[1] = False
             self._requeue(signal.SIGUSR1, None)

@@ -96,7 +96,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "stage_division": "trainer/test_fit",
         "strategy": "trainer/test_equality",
     },
-    "trainer/asynchronous": {"training_loop": "trainer/asynchronous/test_streaming"},
     "trainer/checkpoints": {"entries": "trainer/checkpoints/test_divided"},
     "trainer/data": {
         "batch_splitter": "batches/test_split_batch",

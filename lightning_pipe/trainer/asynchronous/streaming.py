@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
@@ -28,11 +29,8 @@ from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
-from lightning_pipe.trainer.asynchronous.training_loop import TrainingLoop
 from lightning_pipe.trainer.gradients import Gradients
-from lightning_pipe.trainer.signals import Signals
 from lightning_pipe.trainer.user_step import StepOfBatch, StepReport, UserStep, known_outputs
-from lightning_pipe.trainer.world import World
 
 
 class Streaming:
@@ -49,23 +47,19 @@ class Streaming:
     Args:
         module: the LightningModule.
         pipeline: the module over the ranks.
-        world: the processes.
         step: begins the steps of batches.
         gradients: learns after each call who holds which parameter.
     """
 
-    def __init__(
-        self, module: pl.LightningModule, pipeline: Pipeline, world: World, step: UserStep, gradients: Gradients
-    ) -> None:
-        self._module, self._pipeline, self._world, self._step = module, pipeline, world, step
-        self._gradients = gradients
-        self._loop = TrainingLoop(module)
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, step: UserStep, gradients: Gradients) -> None:
+        self._module, self._pipeline, self._step, self._gradients = module, pipeline, step, gradients
         self._hyperparameters = Hyperparameters()
         self._in_flight: dict[int, StepOfBatch] = {}
         self._batches = 0
         self._call = CallResult()
         self._draining = False
         self._changed = ExitStack()
+        self._epoch: Any = self._trainer.fit_loop.epoch_loop
 
     @property
     def _asynchronous(self) -> AsynchronousPipeline:
@@ -83,8 +77,7 @@ class Streaming:
         channel = self._step.channel
         self._changed.callback(setattr, channel, "ahead", channel.ahead)
         channel.ahead = 2 * (self._asynchronous.stream.lag + 2)  # a call may report two batches
-        trainer, fit_loop = self._trainer, self._trainer.fit_loop
-        epoch_loop = fit_loop.epoch_loop
+        trainer, fit_loop, epoch_loop = self._trainer, self._trainer.fit_loop, self._epoch
         self._around(epoch_loop, "on_advance_end", self._end_batch)
         self._around(epoch_loop.automatic_optimization, "_optimizer_step", self._step_of_batch)
         # before an evaluation, the end of an epoch and a checkpoint, what is in flight is finished
@@ -93,9 +86,6 @@ class Streaming:
         self._around(trainer._checkpoint_connector, "dump_checkpoint", self._drain_first)
         for callback in (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)):
             self._around(callback, "_monitor_candidates", partial(self._name_file, callback))
-        if self._world.layout.world_size > 1:
-            act = partial(self._act_on_signals, trainer.strategy.processes.signals)
-            self._changed.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", act))
 
     def end(self) -> None:
         """Leave Lightning as it was found. After an error batches may be in flight: they are dropped."""
@@ -121,17 +111,10 @@ class Streaming:
 
     def _end_batch(self, method: Callable[[Any], Any], data_fetcher: Any) -> None:
         """In the place of ``on_advance_end``: drain if the training loop is left after the current batch."""
-        if self._loop.is_left(data_fetcher, len(self._in_flight)):
+        if self._is_left(data_fetcher):
             self._drain_first(method, data_fetcher)
         else:
             method(data_fetcher)
-
-    def _act_on_signals(self, signals: Signals) -> None:
-        """In the place of `Signals.act`: a process that leaves first would take its messages along."""
-        if any(signals.told):
-            self._step.channel.flush()
-            self._world.barrier()
-        signals.act()
 
     # ------------------------------------------------------------------ calls
 
@@ -178,7 +161,7 @@ class Streaming:
         for batch, of_batch in zip(finished, reports, strict=False):
             if batch != finished[0]:
                 # Lightning logs once after a call
-                self._loop.log()
+                self._log()
             step = self._in_flight.pop(batch)
             step.replay(of_batch, own_batch=False)
             if batch == finished[-1]:
@@ -226,7 +209,11 @@ class Streaming:
         else:
             # a learning rate scheduler would complain that it steps first
             vars(optimizer)["_opt_called"] = True
-        self._loop.count_steps(len(self._call.finished))
+        # Lightning counts one
+        progress = self._epoch.automatic_optimization.optim_progress.optimizer.step
+        for tracker in (progress.total, progress.current):
+            tracker.ready += len(self._call.finished) - 1
+            tracker.completed += len(self._call.finished) - 1
         return result
 
     # ------------------------------------------------------------------ draining
@@ -234,25 +221,79 @@ class Streaming:
     def drain(self) -> None:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
         with self._drained():
-            self._loop.log_pending()
+            progress = self._epoch.batch_progress.current
+            if progress.processed > progress.completed:  # in a hook at the end of a batch, whose values are due
+                self._log()
             calls = self._asynchronous.drain()
             number = 0
             while self._asynchronous.in_flight:
                 number += 1
-                self._loop.step(lambda: self._train_without_batch(calls))
+                self._run_step(lambda: self._train_without_batch(calls))
                 if self._call.finished:
-                    self._loop.log(ahead=number)
+                    self._log(ahead=number)
             # the pipeline puts its versions of the weights together behind the last call
             next(calls, None)
             self._step.channel.flush()
-            self._loop.forget_values()
+            # no batch comes out of the next calls: the values of the last one must not be logged again
+            for value in self._epoch._results.values():
+                if value.meta.fx == "training_step":
+                    value._forward_cache = None
 
     @contextmanager
     def _drained(self) -> Iterator[None]:
-        """Around calls without a batch."""
-        self._draining = True
+        """Around calls without a batch: Lightning's state is as it is in a training step."""
+        stage, hook = self._trainer.state.stage, self._module._current_fx_name
+        self._draining = self._trainer.training = True
         try:
-            with self._loop.inside():
-                yield
+            yield
         finally:
             self._draining = False
+            self._trainer.state.stage, self._module._current_fx_name = stage, hook
+
+    # ------------------------------------------------------------------ Lightning's loop, by its private methods (2.6)
+
+    def _is_left(self, data_fetcher: Any) -> bool:
+        """Whether the training loop is left after the current batch, for an evaluation or for good."""
+        trainer = self._trainer
+        ends = trainer.max_steps != -1 and trainer.global_step + len(self._in_flight) >= trainer.max_steps
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        return bool(
+            ends or stops or self._epoch._num_ready_batches_reached() or self._epoch._should_check_val_fx(data_fetcher)
+        )
+
+    def _run_step(self, training_step: Callable[[], Any]) -> None:
+        """Let the optimizer step, with a backward pass and all hooks around it, without a batch.
+
+        Args:
+            training_step: takes the place of the module's.
+        """
+        loop, optimizer, index = self._epoch.automatic_optimization, self._trainer.optimizers[0], self._epoch.batch_idx
+
+        def run() -> ClosureResult:
+            self._module._current_fx_name = "training_step"
+            try:
+                return ClosureResult.from_training_step_output(training_step())
+            finally:
+                self._module._current_fx_name = "optimizer_step"
+
+        closure = Closure(
+            step_fn=run,
+            backward_fn=loop._make_backward_fn(optimizer),
+            zero_grad_fn=loop._make_zero_grad_fn(index, optimizer),
+        )
+        loop._optimizer_step(index, closure)
+
+    def _log(self, ahead: int = 0) -> None:
+        """Log the values of a batch, as Lightning does after each call.
+
+        Args:
+            ahead: the calls after the current one, of which each has its own number for loggers.
+        """
+        connector = self._trainer._logger_connector
+        # these properties take over new values
+        _ = connector.progress_bar_metrics, connector.callback_metrics
+        self._epoch._batches_that_stepped += ahead
+        try:
+            connector.update_train_step_metrics()
+        finally:
+            self._epoch._batches_that_stepped -= ahead
