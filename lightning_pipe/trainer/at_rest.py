@@ -58,8 +58,7 @@ def finish_run(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) 
         gather: whether every rank gets the whole module.
     """
     if gather:
-        pipeline.restore()
-        _let_export(module)
+        _make_whole(module, pipeline)
         return
     pipeline.agree_on_lost()  # who has copies of weights that hooks have made
     pipeline.ownership.remedy = _ASK
@@ -82,12 +81,9 @@ def gather(module: pl.LightningModule) -> None:
     Args:
         module: the LightningModule.
     """
-    pipeline = resting(module)
-    if pipeline is None:
-        return
-    pipeline.restore()
-    _let_export(module)
-    forget(module)
+    if (pipeline := resting(module)) is not None:
+        _make_whole(module, pipeline)
+        forget(module)
 
 
 def forget(module: nn.Module) -> None:
@@ -133,7 +129,8 @@ def refuse_export(module: nn.Module) -> None:
             vars(part)[_EXPORT] = _refused
 
 
-def _let_export(module: nn.Module) -> None:
+def _make_whole(module: nn.Module, pipeline: Pipeline) -> None:
+    pipeline.restore()
     for part in module.modules():
         if vars(part).get(_EXPORT) is _refused:
             del vars(part)[_EXPORT]

@@ -25,7 +25,6 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance
 from lightning_pipe.sharding.refusals import in_parts
-from lightning_pipe.trainer.world import World
 
 _OTHER_PRECISIONS = (
     plugins.BitsandbytesPrecision,
@@ -219,23 +218,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
                     "pipeline are those of one rank.",
                     hint=f"Use {limit}=None and Trainer(gradient_clip_val={group[limit]}).",
                 )
-
-
-def check_outside_step(world: World, call: str) -> None:
-    """Refuse what all processes must do together while a step runs, in which they do not come to the same places.
-
-    Args:
-        world: the processes.
-        call: what is called, as users write it.
-
-    Raises:
-        ConfigurationError: a step runs.
-    """
-    if world.local:
-        raise ConfigurationError(
-            f"{call} is called within a step, which runs once for every micro-batch and is cut short on most ranks.",
-            hint="Call it in on_train_batch_end, on all ranks.",
-        )
 
 
 def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | str, *, sharded: Sharding) -> None:

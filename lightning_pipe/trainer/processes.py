@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.trainer.checks import check_outside_step
 from lightning_pipe.trainer.launcher import ScriptLauncher
 from lightning_pipe.trainer.meeting import Meetings
 from lightning_pipe.trainer.signals import ENDINGS, Signals
@@ -123,20 +122,28 @@ class Processes:
 
     # ------------------------------------------------------------------ what all of them do together
 
-    def meet(self, call: str) -> bool:
+    def meet(self, call: str, *, outside_step: bool = False) -> bool:
         """Wait until all processes are about to do the same; not in a step, in which not all take part.
 
         Args:
             call: what is called, as users write it.
+            outside_step: whether it cannot be done in a step, where processes do not come to the same places.
 
         Returns:
             Whether other processes may be asked: not before they are connected, nor after an error.
 
         Raises:
+            ConfigurationError: a step runs.
             CommunicationError: a process does something else, has failed, or does not come.
         """
         if self.world is None or self.interrupted:
             return False
+        if outside_step and self.world.local:
+            raise ConfigurationError(
+                f"{call} is called within a step, which runs once for every micro-batch and is cut short on most "
+                "ranks.",
+                hint="Call it in on_train_batch_end, on all ranks.",
+            )
         if self._meetings is not None and not self.world.local:
             self._meetings.come(call)
         return True
@@ -145,11 +152,8 @@ class Processes:
         """Training batches end: one process that stops alone must not wait for the others for ever."""
         self.meet("the end of training batches (by trainer.should_stop, or their number)")
 
-    def meet_outside_step(self, call: str) -> None:
-        """The same for what cannot be done in a step, nor after an error.
-
-        Args:
-            call: what is called, as users write it.
+    def meet_to_gather(self, call: str) -> None:
+        """The same for what can be done neither in a step nor after an error.
 
         Raises:
             ConfigurationError: a step runs, or the run has ended with an error.
@@ -158,5 +162,4 @@ class Processes:
             raise ConfigurationError(
                 f"{call}: after an error the stages cannot be gathered any more.", hint="Load the last checkpoint."
             )
-        check_outside_step(self.connected, call)
-        self.meet(call)
+        self.meet(call, outside_step=True)

@@ -29,7 +29,7 @@ from lightning_pipe.intercept.random_streams import RandomStreams, mix
 from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
-from lightning_pipe.trainer.checks import check_outside_step, steps_for_every_batch
+from lightning_pipe.trainer.checks import steps_for_every_batch
 from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
@@ -150,8 +150,7 @@ class PipelineRun:
 
         def met(*arguments: Any) -> Any:
             # within a step, the interception would take the state's tensors for the step's own
-            check_outside_step(self._world, "trainer.save_checkpoint()")
-            trainer.strategy.processes.meet("trainer.save_checkpoint()")
+            trainer.strategy.processes.meet("trainer.save_checkpoint()", outside_step=True)
             with trainer.strategy.sharding.in_parts():
                 return dump(*arguments)
 

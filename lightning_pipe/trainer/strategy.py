@@ -477,7 +477,7 @@ class PipeStrategy(ParallelStrategy):
                 f"{CALL} is called during a run, which needs the module divided.",
                 hint="Call it after fit, on all ranks. A checkpoint has the whole module at any time.",
             )
-        self.processes.meet_outside_step(CALL)
+        self.processes.meet_to_gather(CALL)
         gather(self.lightning_module)
         return self.lightning_module
 
@@ -496,7 +496,7 @@ class PipeStrategy(ParallelStrategy):
             ConfigurationError: a step runs, or no rank has gradients of one batch: with an asynchronous schedule, and
                 with ``shard_optimizer=True`` once they are clipped.
         """
-        self.processes.meet_outside_step("trainer.strategy.grad_norm()")
+        self.processes.meet_to_gather("trainer.strategy.grad_norm()")
         return gradient_norm(self.run.pipeline, self.run.pipeline.module.parameters(), norm_type)
 
     # ------------------------------------------------------------------ checkpoints

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,14 @@ from lightning_pipe.trainer.checkpoints.entries import (
     replace_tensors,
     state_entries,
 )
-from lightning_pipe.trainer.checks import check_outside_step
 from lightning_pipe.trainer.processes import Processes
+from lightning_pipe.transport.base import Transport
 
 Location = str | Path
 _SHARDED = ("state_dict", "optimizer_states")
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """Checkpoints of one LightningModule.
 
@@ -49,18 +51,19 @@ class Checkpoints:
         holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        pipeline: Pipeline | None,
-        processes: Processes,
-        holders: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        self._module, self._pipeline, self._processes = module, pipeline, processes
-        self._transport = processes.connected.transport
+    module: pl.LightningModule
+    pipeline: Pipeline | None
+    processes: Processes
+    holders: Mapping[str, tuple[int, ...]]
+
+    @property
+    def _transport(self) -> Transport:
+        return self.processes.connected.transport
+
+    @property
+    def _writer(self) -> int:
         # process 0 writes, as it does with Lightning's own strategies
-        self._writer = self._transport.topology.locate(0)[1]
-        self._holders = holders
+        return self._transport.topology.locate(0)[1]
 
     # ------------------------------------------------------------------ saving
 
@@ -74,11 +77,10 @@ class Checkpoints:
         Raises:
             ConfigurationError: a step runs.
         """
-        if self._processes.interrupted and not alone:
+        if self.processes.interrupted and not alone:
             rank_zero_warn(f"{path} was not written: after an error the stages cannot be gathered any more.")
             return False
-        check_outside_step(self._processes.connected, f"trainer.save_checkpoint({str(path)!r})")
-        self._processes.meet("trainer.save_checkpoint()")
+        self.processes.meet("trainer.save_checkpoint()", outside_step=True)
         return True
 
     def save_file(self, checkpoint: dict[str, Any], path: Location, io: CheckpointIO, storage_options: Any) -> None:
@@ -93,9 +95,9 @@ class Checkpoints:
         checkpoint = replace_tensors(checkpoint, whole)
         if self._transport.replica != 0 or self._transport.topology.tensor_rank != 0:
             return
-        if self._transport.topology.ranks > 1 and (size := size_of(self._module)) >= GATHER_LIMIT:
+        if self._transport.topology.ranks > 1 and (size := size_of(self.module)) >= GATHER_LIMIT:
             rank_zero_warn(
-                f"An ordinary checkpoint of {type(self._module).__name__} is whole in rank 0's memory: {memory(size)}, "
+                f"An ordinary checkpoint of {type(self.module).__name__} is whole in rank 0's memory: {memory(size)}, "
                 "and what optimizers keep of it. PipeStrategy(save_distributed_checkpoint=True) lets each rank write "
                 "its share."
             )
@@ -115,7 +117,7 @@ class Checkpoints:
             state = checkpoint["state_dict"].items()
             own = {key: value for key, value in state if owners.of_tensor(key, value) == transport.rank}
             check_known(own)
-            divided = self._pipeline is not None and self._pipeline.reductions.sharded is not None
+            divided = self.pipeline is not None and self.pipeline.reductions.sharded is not None
             shards[folder.MODEL_PARALLEL if divided else folder.MODEL] = own
             for number, shard in enumerate(self._optimizer_shards(checkpoint, owners, optimizers)):
                 # torch.distributed.checkpoint loses empty dictionaries, as of optimizers that keep nothing
@@ -144,22 +146,22 @@ class Checkpoints:
             yield {**state, "state": kept, "param_groups": groups}
 
     def _owners(self, checkpoint: dict[str, Any]) -> Owners:
-        if self._pipeline is not None:
-            self._pipeline.check_values()
+        if self.pipeline is not None:
+            self.pipeline.check_values()
         transport = self._transport
         members = tuple(sorted(transport.peers))
         gathered = dict(zip(members, transport.all_gather_object(state_entries(checkpoint), members), strict=True))
         states = [gathered[process] for process in transport.peers]
-        return Owners(self._module, self._holding, states, self._writer)
+        return Owners(self.module, self._holding, states, self._writer)
 
     def _holding(self, name: str) -> tuple[int, ...]:
         """The ranks that have the true value of a parameter or buffer."""
-        if self._pipeline is not None:
-            return self._pipeline.owners(name)
-        return self._holders.get(name, tuple(range(self._transport.topology.ranks)))
+        if self.pipeline is not None:
+            return self.pipeline.owners(name)
+        return self.holders.get(name, tuple(range(self._transport.topology.ranks)))
 
     def _parameter_names(self, optimizers: Sequence[Optimizer]) -> list[list[str | None]]:
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         return [
             [names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
             for optimizer in optimizers
@@ -175,7 +177,7 @@ class Checkpoints:
         """
         place = file.complete_path(os.fspath(path)) if is_local_path(path) else os.fspath(path)
         if folder.is_folder(place):
-            names = {name for name, _ in named_tensors(self._module)}
+            names = {name for name, _ in named_tensors(self.module)}
             return folder.load(place, lambda key: self._holds(plain_name(key, names)), weights_only)
         if not file.is_ours(path, io) or not os.path.exists(place):
             return io.load_checkpoint(path, weights_only=weights_only)
@@ -187,10 +189,10 @@ class Checkpoints:
 
     def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the parameters and buffers that this rank holds."""
-        place_meta(self._module)  # what is on the meta device could take no values
+        place_meta(self.module)  # what is on the meta device could take no values
         # each tensor is read when it is copied into the module, and let go at once: they lie in a mapped file
         state = unread(copy(checkpoint["state_dict"]))
-        load_held(self._module, self._holds, state, strict=strict)
+        load_held(self.module, self._holds, state, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Load the states of the parameters that this rank holds."""
@@ -207,4 +209,4 @@ class Checkpoints:
             optimizer.load_state_dict({**state, "state": own})
 
     def _holds(self, name: str | None) -> bool:
-        return name is None or self._pipeline is None or self._pipeline.holds(name)
+        return name is None or self.pipeline is None or self.pipeline.holds(name)
