@@ -41,10 +41,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -55,8 +55,6 @@ from lightning_pipe.transport.base import Transport
 
 SETTLED = 3.0
 """Seconds at one place from which on a process says in the store that it waits there."""
-_PATIENCE = 2.0
-"""Seconds that the watchdog's thread gets to end."""
 _SLACK = 7.0
 """Seconds beyond the timeout after which a process ends whose watchdog cannot."""
 _LEFT = "No rank has said why: a process may have been killed (out of memory?) or have left without an error."
@@ -98,7 +96,7 @@ class FailureBoard:
     Args:
         store: reached by all processes; each must make its boards in the same order.
         transport: this process's transport. From now on it asks this board about its errors.
-        patience: seconds to wait for the origin of a broken connection.
+        patience: seconds to wait for the origin of a broken connection, for readers of a failure, for the watchdog.
 
     Attributes:
         noticed: set once the main thread knows of a failure.
@@ -147,8 +145,8 @@ class FailureBoard:
     def fail(self, error: BaseException, kind: Kind = "error") -> None:
         """Publish why this process fails and make the others stop. Never raises; call it from the main thread.
 
-        The consequence of another process's failure is not published. Process 0 waits a moment before it returns,
-        until the others have read what it wrote: the store usually goes with it.
+        The consequence of another process's failure is not published. Process 0 returns when the others have read what
+        it wrote, or are not able to within the board's patience: the store usually goes with it.
 
         Args:
             error: the error.
@@ -156,15 +154,14 @@ class FailureBoard:
         """
         self.noticed.set()
         self.handled.set()
-        known = self.failure is not None
-        try:
-            if not known:
+        everyone = [f"reads/{process}" for process in range(self.transport.topology.world_size)]
+        with suppress(RuntimeError):  # the store has gone, and with it those who would read it
+            if self.failure is None:
                 self._publish(_TOLD.get(kind) or "".join(traceback.format_exception(error)).rstrip(), kind)
-        except RuntimeError:  # the store has gone, and with it those who would read it
-            known = True
+                self.transport.abort()
+                if self.transport.process == 0:
+                    self._await(lambda: self.has_noted(everyone))
         self.transport.abort()
-        if self.transport.process == 0 and self.transport.topology.world_size > 1 and not known:
-            time.sleep(self.patience)
 
     def explain(self, message: str, *, timed_out: bool = False) -> CommunicationError:
         """The error for an operation that failed, with what is known about the reason.
@@ -174,12 +171,8 @@ class FailureBoard:
             timed_out: the peer did not answer in time, and nobody has failed.
         """
         self.noticed.set()
-        deadline = time.monotonic() + self.patience
         try:
-            failure = self._publish(self._where(self.limit), "hang") if timed_out else self.find_failure()
-            while failure is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-                failure = self.find_failure()
+            failure = self._publish(self._where(self.limit), "hang") if timed_out else self._await(self.find_failure)
         except RuntimeError:
             failure = self._loss()
         if failure is None:
@@ -190,6 +183,7 @@ class FailureBoard:
         """The first failure, if one is published."""
         if self.failure is None and (text := self.noted("failure")) is not None:
             self.failure = Failure(**json.loads(text))
+            self.note(f"reads/{self.transport.process}", "")
         return self.failure
 
     def note(self, key: str, text: str) -> None:
@@ -203,6 +197,13 @@ class FailureBoard:
     def has_noted(self, keys: Sequence[str]) -> bool:
         """Whether something is entered under all of some names."""
         return bool(self._store.check(list(keys)))
+
+    def _await(self, look: Callable[[], Any]) -> Any:
+        """What ``look`` returns once that is true, or when the board's patience is over."""
+        deadline = time.monotonic() + self.patience
+        while not (found := look()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
 
     def _publish(self, text: str, kind: Kind) -> Failure | None:
         failure = Failure(self.transport.process, self.transport.describe(), text, kind)
@@ -260,7 +261,7 @@ class FailureBoard:
         for event in (self.noticed, self.handled, self._stopped):
             event.set()
         if self._watchdog is not None:
-            self._watchdog.join(_PATIENCE)
+            self._watchdog.join(self.patience)
             self._watchdog = None
         if self.transport.board is self:
             self.transport.board = None

@@ -157,6 +157,20 @@ def test_consequences_are_not_published() -> None:
     assert "origin" in failure.text
 
 
+@pytest.mark.parametrize(("patience", "reads", "least", "most"), [(20.0, 0.2, 0.2, 10.0), (0.2, None, 0.2, 10.0)])
+def test_process_0_ends_when_the_others_have_read_why(
+    patience: float, reads: float | None, least: float, most: float
+) -> None:
+    """Or when they could have: one may have been killed. The store ends with process 0."""
+    store = HashStore()
+    boards = [FailureBoard(store, transport, patience=patience) for transport in thread_world(Topology(2))]
+    if reads is not None:
+        threading.Timer(reads, boards[1].find_failure).start()
+    start = time.monotonic()
+    boards[0].fail(ValueError("origin"))
+    assert least <= time.monotonic() - start < most
+
+
 def test_boards_of_two_runs_do_not_mix() -> None:
     world = thread_world(Topology(1))
     store = HashStore()
