@@ -1,4 +1,4 @@
-"""Parameters of which only some are among the fast tests, alone and in pairs of two kinds."""
+"""Parameters of which only some are among the fast tests, alone and in pairs of two kinds; and those that will run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ import pytest
 def slow_but(values: Iterable[Any], *fast: Any) -> list[Any]:
     """Each value, slow unless it is one of ``fast``. A tuple is several parameters."""
     return [value if value in fast else pytest.param(*_several(value), marks=pytest.mark.slow) for value in values]
+
+
+def asked(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """What tests of the fixture's module will be given for a parameter, or for several as tuples; each once.
+
+    For fixtures that do in one world of processes what all of them need.
+    """
+    found: list[Any] = []
+    for item in request.session.items:
+        given = item.callspec.params if item.parent is request.node and hasattr(item, "callspec") else {}
+        if given.keys() >= {*names}:
+            values = tuple(given[name] for name in names)
+            found.append(values if len(names) > 1 else values[0])
+    return [value for place, value in enumerate(found) if value not in found[:place]]
 
 
 def with_the_first(one: int, other: int) -> bool:

@@ -15,17 +15,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.transport.topology import Topology
 
+_Name = TypeVar("_Name")
 # A fresh process spends seconds on these imports, a forked child of a server that has them a fraction of one.
 PRELOAD = [
     "torch",
@@ -116,6 +118,40 @@ def run_trainers(fn: Callable[..., Any], world_size: int, *, timeout: float = 90
     Only the environment variables of Lightning's launcher are set; the Trainer initialises torch.distributed.
     """
     return results(outcomes(fn, world_size, timeout=timeout, group_timeout=None, **kwargs))
+
+
+def in_turn(
+    calls: Mapping[_Name, Callable[[int], Any]], world_size: int, run: Callable[..., list[Any]] | None = None
+) -> dict[_Name, list[Any]]:
+    """By name what ``call(process)`` returns in each process: calls one behind the other in one world.
+
+    Args:
+        calls: partial functions of the top level of a module; they must pickle.
+        world_size: number of processes.
+        run: `run_trainers` by default.
+    """
+    seconds = 60.0 + 10.0 * len(calls)
+    found = (run or run_trainers)(_each, world_size, timeout=seconds, calls=list(calls.values()))
+    return dict(zip(calls, map(list, zip(*found, strict=True)), strict=True))
+
+
+def _each(process: int, calls: Sequence[Callable[[int], Any]]) -> list[Any]:
+    return [call(process) for call in calls]
+
+
+def refusals(
+    call: Callable[..., Any], world_size: int, cases: Iterable[_Name], **kwargs: Any
+) -> dict[_Name, list[BaseException | None]]:
+    """By case what ``call(process, case, **kwargs)`` raises in each process: Trainers go on behind another's error."""
+    return in_turn({case: partial(_raised, call=partial(call, **kwargs), case=case) for case in cases}, world_size)
+
+
+def _raised(process: int, call: Callable[..., Any], case: Any) -> BaseException | None:
+    try:
+        call(process, case)
+    except BaseException as error:
+        return _portable(error)
+    return None
 
 
 def results(ended: list[Outcome]) -> list[Any]:

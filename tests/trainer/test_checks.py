@@ -17,8 +17,7 @@ from lightning_pipe.errors import CommunicationError, ConfigurationError, CutErr
 from lightning_pipe.parameters.deferred_batchnorm import check_norms
 from lightning_pipe.trainer.checks import check_optimizers
 from tests.support.lit_modules import Data, Lit, dataset
-from tests.support.pairs import slow_but
-from tests.support.processes import Outcome, outcomes
+from tests.support.processes import refusals
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.user_modules import BuiltInSetup, Watching
 
@@ -196,11 +195,6 @@ class BrokenSamples(Data):
         return default_collate(items)
 
 
-def fail(process: int, how: str) -> None:
-    """Train until it fails."""
-    fit(Broken(how), devices=2, data=BrokenSamples if how == "data" else Data, micro_batches=2)
-
-
 FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "last": (0, ValueError, "a bug on the last stage"),
     "first": (1, ValueError, "a bug on the first stage"),
@@ -212,47 +206,49 @@ FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "runs": (0, CutError, "Rank 0 does not hold 'model.0.weight', 'model.0.bias': they are on rank 1"),
     "logs": (0, CutError, "Rank 0 does not hold 'model.0.weight': it is on rank 1"),
     "twice": (0, CutError, "a second time"),
+    "metrics": (-1, ConfigurationError, "Keep the metric in the LightningModule"),  # there: see `test_fit`
+    "norms": (-1, ConfigurationError, "SyncBatchNorm waits for all processes"),
 }
+"""Where it fails first, or -1 for all processes at once, and what is said."""
 
 
-@pytest.mark.parametrize("how", slow_but(FAILURES, "last", "first", "data", "none_early", "reads"))
-def test_one_error_ends_all_processes(how: str) -> None:
-    process, kind, message = FAILURES[how]
+def fail(process: int, how: str) -> None:
+    """Train until it fails."""
     start = time.monotonic()
-    ended: list[Outcome] = outcomes(fail, 2, timeout=40, group_timeout=None, how=how)
-    assert time.monotonic() - start < 30
-    assert isinstance(ended[process].error, kind)
-    assert message in "".join([str(ended[process].error), *getattr(ended[process].error, "__notes__", [])])
-    other = ended[1 - process].error
-    assert isinstance(other, CommunicationError)
-    assert message in str(other)
+    try:
+        if how == "norms":
+            quiet()
+            trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", sync_batchnorm=True, **QUIET)
+            trainer.fit(Lit().double(), datamodule=Data())
+        module = Watching() if how == "metrics" else Broken(how)
+        fit(module, devices=2, data=BrokenSamples if how == "data" else Data, micro_batches=2)
+    finally:
+        assert time.monotonic() - start < 30
 
 
-def train_with_metrics_in_layers(process: int) -> None:
-    fit(Watching().double(), devices=2)
+@pytest.fixture(scope="module")
+def failed() -> dict[str, list[BaseException | None]]:
+    """What each process raises."""
+    return refusals(fail, 2, FAILURES)
 
 
-def test_metrics_in_layers_are_refused() -> None:
-    """In the LightningModule they are as on one device: see `test_fit`."""
-    for ended in outcomes(train_with_metrics_in_layers, 2, timeout=40, group_timeout=None):
-        assert isinstance(ended.error, ConfigurationError)
-        assert "'model.0.seen' is part of a layer" in str(ended.error)
-        assert "Keep the metric in the LightningModule" in str(ended.error)
+NORMS = [
+    pytest.mark.feature("Trainer arguments", "sync_batchnorm", "refused", SYNCHRONIZED),
+    pytest.mark.feature("Plugins", "TorchSyncBatchNorm", "refused", "as sync_batchnorm"),
+    pytest.mark.feature("Plugins", "LayerSync", "refused", "as sync_batchnorm"),
+]
 
 
-def train_with_synchronized_norms(process: int) -> None:
-    quiet()
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", sync_batchnorm=True, **QUIET)
-    trainer.fit(Lit().double(), datamodule=Data())
+@pytest.mark.parametrize("how", [pytest.param(how, marks=NORMS if how == "norms" else ()) for how in FAILURES])
+def test_one_error_ends_all_processes(how: str, failed: dict[str, list[BaseException | None]]) -> None:
+    process, kind, message = FAILURES[how]
+    for number, error in enumerate(failed[how]):
+        first = process in (number, -1)
+        assert isinstance(error, kind if first else CommunicationError)
+        assert message in "".join([str(error), *(getattr(error, "__notes__", []) if first else [])])
 
 
-@pytest.mark.feature("Trainer arguments", "sync_batchnorm", "refused", SYNCHRONIZED)
-@pytest.mark.feature("Plugins", "TorchSyncBatchNorm", "refused", "as sync_batchnorm")
-@pytest.mark.feature("Plugins", "LayerSync", "refused", "as sync_batchnorm")
-def test_synchronized_batch_norm_is_refused() -> None:
-    for ended in outcomes(train_with_synchronized_norms, 2, timeout=40, group_timeout=None):
-        assert isinstance(ended.error, ConfigurationError)
-        assert "SyncBatchNorm waits for all processes" in str(ended.error)
+def test_synchronized_batch_norm_is_refused_in_modules_too() -> None:
     made_so = torch.nn.Sequential(torch.nn.SyncBatchNorm(4))
     check_norms(made_so, 1)
     with pytest.raises(ConfigurationError, match="Use plain batch norm"):

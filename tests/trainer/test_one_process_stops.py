@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CollectiveError, CommunicationError
+from lightning_pipe.trainer import meeting
+from lightning_pipe.transport import failures
 from tests.support.lit_modules import Data, Lit
-from tests.support.processes import outcomes, run_trainers
+from tests.support.processes import in_turn, refusals
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -41,14 +45,21 @@ def stopped(process: int, hook: str, processes: tuple[int, ...], replicas: int =
     return stops.batches
 
 
+TOGETHER = [("on_train_batch_end", (0, 1)), ("on_train_batch_start", (0,)), ("on_train_start", (0, 1))]
+
+
 @pytest.mark.feature("Hooks", "trainer.should_stop in a hook, on all processes", "works")
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("hook", "processes"), [("on_train_batch_end", (0, 1)), ("on_train_batch_start", (0,)), ("on_train_start", (0, 1))]
-)
-def test_all_stop_after_the_same_batch(hook: str, processes: tuple[int, ...]) -> None:
-    batches = 0 if hook == "on_train_start" else 2
-    assert run_trainers(stopped, 2, timeout=40, hook=hook, processes=processes) == [batches] * 2
+def test_all_stop_after_the_same_batch() -> None:
+    calls = {hook: partial(stopped, hook=hook, processes=processes) for hook, processes in TOGETHER}
+    for hook, found in in_turn(calls, 2).items():
+        assert found == [0 if hook == "on_train_start" else 2] * 2
+
+
+def alone(process: int, case: tuple[str, int, int]) -> None:
+    """One process stops, and the others soon say for how long they wait."""
+    hook, other, replicas = case
+    with mock.patch.object(meeting, "SETTLED", 0.5), mock.patch.object(failures, "SETTLED", 0.5):
+        stopped(process, hook, (other,), replicas)
 
 
 @pytest.mark.feature(
@@ -57,23 +68,22 @@ def test_all_stop_after_the_same_batch(hook: str, processes: tuple[int, ...]) ->
     "refused",
     "within seconds; process 0 may do so before the step",
 )
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("hook", "process", "replicas"),
+    "cases",
     [
-        pytest.param("on_train_batch_end", 0, 1, marks=pytest.mark.slow),
-        ("on_train_batch_end", 1, 1),
-        pytest.param("on_train_batch_start", 1, 1, marks=pytest.mark.slow),
-        pytest.param("on_train_start", 0, 1, marks=pytest.mark.slow),
-        pytest.param("on_train_epoch_end", 1, 1, marks=pytest.mark.slow),
-        pytest.param("on_validation_end", 0, 1, marks=pytest.mark.slow),
-        pytest.param("on_train_batch_end", 3, 2, marks=pytest.mark.slow),
+        [("on_train_batch_end", 1, 1), ("on_train_epoch_end", 1, 1), ("on_train_start", 0, 1)],
+        pytest.param(
+            [("on_train_batch_end", 0, 1), ("on_train_batch_start", 1, 1), ("on_validation_end", 0, 1)],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param([("on_train_batch_end", 3, 2)], marks=pytest.mark.slow),
     ],
+    ids=["hooks", "further hooks", "replicas"],
 )
-def test_one_that_stops_alone_ends_all(hook: str, process: int, replicas: int) -> None:
-    ended = outcomes(stopped, 2 * replicas, timeout=50, hook=hook, processes=(process,), replicas=replicas)
-    assert isinstance(ended[process].error, CollectiveError)
-    for outcome in ended:
-        assert isinstance(outcome.error, CollectiveError | CommunicationError)
-        assert "is called on rank" in str(outcome.error)
-        assert "Call it on all processes" in str(outcome.error)
+def test_one_that_stops_alone_ends_all(cases: list[tuple[str, int, int]]) -> None:
+    for (_, process, _), errors in refusals(alone, 2 * cases[0][2], cases).items():
+        assert isinstance(errors[process], CollectiveError)
+        for error in errors:
+            assert isinstance(error, CollectiveError | CommunicationError)
+            assert "is called on rank" in str(error)
+            assert "Call it on all processes" in str(error)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_pipe.errors import PipeError
-from tests.support.pairs import slow_but
-from tests.support.processes import outcomes
+from tests.support.processes import refusals
 from tests.support.walks import DECAY, ListAverage, Teacher, Walks
 from tests.trainer.whole_model.test_walks import fit
 
@@ -120,35 +118,26 @@ class Trusting(Walks):
         return self.Plain(self.parameters(), lr=0.1)
 
 
-REFUSED: dict[str, tuple[type[Walks], str]] = {
-    "joins": (Joins, "Normalised.step joins numbers of several parameters: "),
-    "clips": (Clipped, "Clips.step joins numbers of several parameters: "),
-    "sums": (SumsNorms, "trainer.strategy.grad_norm()"),
-    "histograms": (Histograms, "'numpy' needs a value that is not here: Rank "),
-    "unnamed": (Unnamed, "checkpoint['averages'][0] comes from parameters of other ranks"),
-    "mixed": (Mixed, "No rank has the value of 'mean'"),
-    "vector": (Vector, "not through one vector of all of them"),
-    "distils": (Distils, "a teacher whose layers follow a student's needs one device"),
+REFUSED: dict[type[Walks], tuple[type[Exception], str]] = {
+    Joins: (PipeError, "Normalised.step joins numbers of several parameters: "),
+    Clipped: (PipeError, "Clips.step joins numbers of several parameters: "),
+    SumsNorms: (PipeError, "trainer.strategy.grad_norm()"),
+    Histograms: (PipeError, "'numpy' needs a value that is not here: Rank "),
+    Unnamed: (PipeError, "checkpoint['averages'][0] comes from parameters of other ranks"),
+    Mixed: (PipeError, "No rank has the value of 'mean'"),
+    Vector: (PipeError, "not through one vector of all of them"),
+    Distils: (PipeError, "a teacher whose layers follow a student's needs one device"),
+    Trusting: (AttributeError, "parameters of other ranks have no gradient"),
 }
 
 
-def refused(process: int, name: str, folder: Path) -> None:
-    fit(REFUSED[name][0], 2, folder)
+def refused(process: int, kind: type[Walks], folder: Path) -> None:
+    fit(kind, 2, folder)
 
 
-@pytest.mark.parametrize("name", slow_but(REFUSED, "joins", "sums", "mixed", "distils"))
-def test_what_only_one_device_can_do(name: str, tmp_path: Path) -> None:
-    ended = outcomes(refused, 2, timeout=40, group_timeout=None, name=name, folder=tmp_path)
-    for outcome in ended:
-        assert isinstance(outcome.error, PipeError)
-        assert REFUSED[name][1] in str(outcome.error)
-
-
-def test_an_optimizer_that_misses_gradients_is_told_why(tmp_path: Path) -> None:
-    for outcome in outcomes(trusting, 2, timeout=40, group_timeout=None, folder=tmp_path):
-        assert isinstance(outcome.error, AttributeError)
-        assert "parameters of other ranks have no gradient" in "".join(outcome.error.__notes__)
-
-
-def trusting(process: int, folder: Path) -> None:
-    fit(Trusting, 2, folder)
+def test_what_only_one_device_can_do(tmp_path: Path) -> None:
+    for module, errors in refusals(refused, 2, REFUSED, folder=tmp_path).items():
+        kind, words = REFUSED[module]
+        for error in errors:
+            assert isinstance(error, kind)
+            assert words in "\n".join([str(error), *getattr(error, "__notes__", [])])
