@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -23,8 +25,7 @@ from lightning_pipe.trainer import signals
 from lightning_pipe.transport.failures import FailureBoard
 from tests.support.evaluated_modules import Evaluated, Rows
 from tests.support.lit_modules import Data, Lit
-from tests.support.pairs import pairs
-from tests.support.processes import run_trainers
+from tests.support.processes import in_turn
 from tests.support.trainer_runs import QUIET, quiet
 
 AT = 3
@@ -61,62 +62,78 @@ def trainer_with(callback: L.Callback, folder: Path | None = None) -> L.Trainer:
     )
 
 
-def terminated(process: int, signalled: int) -> int:
-    signals._ALONE = 0.0 if signalled else 3.0
+CALLS: dict[str, Any] = {}
+"""What the tests look at: runs of the same two processes."""
+Found = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("signals")
+    return in_turn({name: partial(call, folder / name) for name, call in CALLS.items()}, 2)
+
+
+def terminated(folder: Path, process: int, signalled: int) -> int:
     callback = Signalled(signalled, signal.SIGTERM)
-    with pytest.raises(SIGTERMException) as ended:
+    alone = mock.patch.object(signals, "_ALONE", 0.0 if signalled else 3.0)
+    with alone, pytest.raises(SIGTERMException) as ended:
         trainer_with(callback).fit(Lit().double(), datamodule=Data())
     assert ended.value.code == 143  # as the shell says of a process that SIGTERM has ended
     return callback.batches
 
 
+CALLS["asked"] = partial(terminated, signalled=0)
+CALLS["asked alone"] = partial(terminated, signalled=1)
+
+
 @pytest.mark.feature("Hooks", "SIGTERM", "works", "all processes end after the same batch")
-@pytest.mark.timeout(60)
-def test_all_leave_after_the_batch_in_which_process_0_was_asked() -> None:
+def test_all_leave_after_the_batch_in_which_process_0_was_asked(found: Found) -> None:
     # behind the report about its batch: it goes along with the next one
-    assert run_trainers(terminated, 2, timeout=50, signalled=0) == [AT + 2] * 2
+    assert found["asked"] == [AT + 2] * 2
 
 
-@pytest.mark.timeout(60)
-def test_a_process_that_is_asked_alone_ends_all() -> None:
-    first, alone = run_trainers(terminated, 2, timeout=50, signalled=1)
+def test_a_process_that_is_asked_alone_ends_all(found: Found) -> None:
+    first, alone = found["asked alone"]
     assert AT + 1 <= alone <= first + 1 <= AT + 4
 
 
-def saved_when_terminated(process: int, folder: Path) -> int:
+def saved_when_terminated(folder: Path, process: int) -> tuple[int, Path]:
     trainer = trainer_with(Signalled(0, signal.SIGTERM))
     trainer.callbacks.append(OnExceptionCheckpoint(folder))
     with pytest.raises(SIGTERMException):
         trainer.fit(Lit().double(), datamodule=Data())
-    return trainer.global_step
+    return trainer.global_step, folder / "on_exception.ckpt"
 
 
 class SavesSlowly(L.Callback):
     """Process 0 is busy for longer than one that does not react may be."""
 
     def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
-        time.sleep(4 if trainer.global_rank == 0 else 0)
+        time.sleep(2 if trainer.global_rank == 0 else 0)
 
 
-def saved_slowly(process: int) -> int:
-    FailureBoard.watch = partialmethod(FailureBoard.watch, exit_after=0.5)  # type: ignore[assignment]
+def saved_slowly(folder: Path, process: int) -> int:
     trainer = trainer_with(Signalled(0, signal.SIGTERM))
     trainer.callbacks.append(SavesSlowly())
-    with pytest.raises(SIGTERMException):
+    soon = partialmethod(FailureBoard.__init__, patience=0.5), partialmethod(FailureBoard.watch, exit_after=0.5)
+    impatient = mock.patch.multiple(FailureBoard, __init__=soon[0], watch=soon[1])
+    with impatient, pytest.raises(SIGTERMException):
         trainer.fit(Lit().double(), datamodule=Data())
     return trainer.global_step
 
 
-@pytest.mark.timeout(60)
-def test_a_process_that_saves_when_all_end_is_given_time() -> None:
-    assert len({*run_trainers(saved_slowly, 2, timeout=50)}) == 1
+CALLS["saved"] = saved_when_terminated
+CALLS["saved slowly"] = saved_slowly
 
 
-@pytest.mark.timeout(60)
-def test_a_checkpoint_for_exceptions_is_written_when_all_end_together(tmp_path: Path) -> None:
-    steps = run_trainers(saved_when_terminated, 2, timeout=50, folder=tmp_path)
-    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
-    assert [checkpoint["global_step"]] * 2 == steps
+def test_a_process_that_saves_when_all_end_is_given_time(found: Found) -> None:
+    assert len({*found["saved slowly"]}) == 1
+
+
+def test_a_checkpoint_for_exceptions_is_written_when_all_end_together(found: Found) -> None:
+    (step, path), (other, _) = found["saved"]
+    checkpoint = torch.load(path, weights_only=False)
+    assert checkpoint["global_step"] == step == other
     assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
     assert set(checkpoint["state_dict"]) == set(Lit().state_dict())
 
@@ -133,21 +150,21 @@ class Late(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def terminated_late(process: int, signalled: int, place: str) -> object:
+def terminated_late(folder: Path, process: int, signalled: int) -> object:
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SIGTERMException):
-        trainer_with(Late(signalled, place)).fit(Lit().double(), datamodule=Data())
-    return signal.getsignal(signal.SIGTERM)
+        trainer_with(Late(signalled, "on_train_end")).fit(Lit().double(), datamodule=Data())
+    return signal.getsignal(signal.SIGTERM) == before == signal.SIG_DFL
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("signalled", "place"),
-    [pytest.param(0, "on_train_end", marks=pytest.mark.slow), (1, "on_train_end")],
-)
-def test_one_that_comes_after_the_batches_ends_the_run(signalled: int, place: str) -> None:
-    # nobody asks the other one: it hears of the signal when a message fails
-    outcomes = run_trainers(terminated_late, 2, timeout=50, signalled=signalled, place=place)
-    assert outcomes == [signal.SIG_DFL] * 2
+for signalled in (0, 1):
+    CALLS[f"late {signalled}"] = partial(terminated_late, signalled=signalled)
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_one_that_comes_after_the_batches_ends_the_run(signalled: int, found: Found) -> None:
+    """Nobody asks the other one: it hears of the signal when a message fails."""
+    assert found[f"late {signalled}"] == [True, True]
 
 
 class TerminatedInEvaluation(Evaluated):
@@ -167,7 +184,9 @@ class TerminatedInEvaluation(Evaluated):
         return super().validation_step(batch, batch_idx)
 
 
-def terminated_in_evaluation(process: int, signalled: int, name: str, stream: bool, size: int) -> int:
+def terminated_in_evaluation(
+    folder: Path, process: int, signalled: int, name: str, stream: bool, size: int = 50
+) -> int:
     quiet()
     strategy = PipeStrategy(layers="model", stream_evaluation=stream)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET)
@@ -179,30 +198,25 @@ def terminated_in_evaluation(process: int, signalled: int, name: str, stream: bo
     return int(loop.batch_progress.current.completed)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("name", "signalled", "stream"),
-    pairs(
-        [("predict", 0), ("predict", 1), ("validate", 1), ("validate", 0)],
-        [True, False],
-        lambda signalled, stream: signalled == 2 * stream,
-    ),
-)
-def test_one_that_comes_in_an_evaluation_ends_it_before_the_next_batch(name: str, signalled: int, stream: bool) -> None:
-    batches = run_trainers(
-        terminated_in_evaluation, 2, timeout=50, signalled=signalled, name=name, stream=stream, size=50
-    )
+EVALUATIONS = [*itertools.product(("predict", "validate"), (0, 1), (True, False))]
+for name, signalled, stream in EVALUATIONS:
+    options = {"name": name, "signalled": signalled, "stream": stream}
+    CALLS[f"{name} {signalled} {stream}"] = partial(terminated_in_evaluation, **options)
+CALLS["last batch"] = partial(terminated_in_evaluation, signalled=0, name="predict", stream=True, size=AT + 1)
+
+
+@pytest.mark.parametrize(("name", "signalled", "stream"), EVALUATIONS)
+def test_one_that_comes_in_an_evaluation_ends_it_before_the_next_batch(
+    name: str, signalled: int, stream: bool, found: Found
+) -> None:
+    batches = found[f"{name} {signalled} {stream}"]
     # in a stream the first stage may run the step two batches ahead of its loop
     assert AT - (2 if stream and signalled else 0) <= batches[signalled] <= AT
     assert batches[1 - signalled] <= AT + 3
 
 
-@pytest.mark.timeout(60)
-def test_one_that_comes_in_the_last_batch_of_a_prediction_ends_all() -> None:
-    batches = run_trainers(
-        terminated_in_evaluation, 2, timeout=50, signalled=0, name="predict", stream=True, size=AT + 1
-    )
-    assert max(batches) <= AT + 1
+def test_one_that_comes_in_the_last_batch_of_a_prediction_ends_all(found: Found) -> None:
+    assert max(found["last batch"]) <= AT + 1
 
 
 class InValidation(Lit):
@@ -214,12 +228,9 @@ class InValidation(Lit):
         return super().validation_step(batch, batch_idx)
 
 
-def requeued(process: int, folder: Path, validating: bool) -> tuple[int, int, bool]:
-    os.environ["SLURM_JOB_ID"] = "7"
-    commands = []
-    signal_connector.call = lambda command, **_: commands.append(command) or 0  # type: ignore[attr-defined]
+def requeued(folder: Path, process: int, validating: bool) -> tuple[int, int, bool]:
+    commands: list[Any] = []
     callback = Signalled(-1 if validating else 0, signal.SIGUSR1)
-    trainer = trainer_with(callback, folder)
 
     class Handles(L.Callback):
         def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -227,17 +238,24 @@ def requeued(process: int, folder: Path, validating: bool) -> tuple[int, int, bo
             handler = trainer._signal_connector._slurm_sigusr_handler_fn
             signal.signal(signal.SIGUSR1, handler)  # type: ignore[arg-type]
 
-    trainer.callbacks.append(Handles())
-    trainer.fit((InValidation if validating else Lit)().double(), datamodule=Data())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", "7")
+        patch.setattr(signal_connector, "call", lambda command, **_: commands.append(command) or 0)
+        trainer = trainer_with(callback, folder)
+        trainer.callbacks.append(Handles())
+        trainer.fit((InValidation if validating else Lit)().double(), datamodule=Data())
     saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=False)
     return callback.batches, saved["global_step"], commands == [["scontrol", "requeue", "7"]]
 
 
+for validating in (False, True):
+    CALLS[f"requeued {validating}"] = partial(requeued, validating=validating)
+
+
 @pytest.mark.feature("Plugins", "SLURMEnvironment that requeues", "works", "all processes save after the same batch")
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("validating", [False, True])
-def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(tmp_path: Path, validating: bool) -> None:
-    first, second = run_trainers(requeued, 2, timeout=50, folder=tmp_path, validating=validating)
+def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(validating: bool, found: Found) -> None:
+    first, second = found[f"requeued {validating}"]
     batches = first[0]
     saved = batches // 3 + 1 if validating else AT + 2
     assert first == (batches, saved, True)  # and goes on: SLURM ends it
