@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.support import asynchronous_engine
 from tests.support.asynchronous_engine import Batch, Net, Version, batches
-from tests.support.processes import run_trainers
+from tests.support.processes import in_turn, run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
 EPOCH = 7
@@ -146,7 +147,7 @@ class Outcome:
 def fit(
     process: int,
     strategy: dict[str, Any],
-    trainer: dict[str, Any],
+    trainer: dict[str, Any] | None = None,
     devices: int = 2,
     saves: tuple[str, Sequence[int]] | None = None,
     resume: str | None = None,
@@ -168,7 +169,7 @@ def fit(
         "logger": logger,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,
-        **trainer,
+        **(trainer or {}),
     }
     trainer_ = L.Trainer(
         accelerator="cpu",
@@ -219,6 +220,11 @@ def closed_form(
 
 def run(strategy: dict[str, Any], trainer: dict[str, Any], devices: int = 2, **options: Any) -> list[Outcome]:
     return run_trainers(fit, devices, strategy=strategy, trainer=trainer, devices=devices, **options)
+
+
+def run_all(runs: Mapping[str, dict[str, Any]]) -> dict[str, list[Outcome]]:
+    """The outcomes of several runs of the same two processes; each has arguments of `fit`."""
+    return in_turn({name: partial(fit, **options) for name, options in runs.items()}, 2)
 
 
 def assert_close(found: Sequence[float], expected: Sequence[float]) -> None:

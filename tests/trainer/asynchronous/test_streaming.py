@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_pipe.schedules import PipeDream
 from tests.support.asynchronous_engine import pipedream, two_versions
-from tests.support.asynchronous_trainer import EPOCH, ROWS, assert_close, assert_weights, closed_form, run
+from tests.support.asynchronous_trainer import EPOCH, ROWS, assert_close, assert_weights, closed_form, run, run_all
 from tests.support.pairs import slow_but
+
+PIPEDREAM = {"schedule": "pipedream", "layers": "net.layers"}
 
 
 @pytest.mark.parametrize(
@@ -45,17 +48,19 @@ def test_two_epochs_with_validation_in_between(schedule: str, micro_batches: Any
 
 
 def test_the_end_comes_after_what_is_in_flight() -> None:
-    strategy = {"schedule": "pipedream", "layers": "net.layers"}
+    runs: dict[str, dict[str, Any]] = {
+        "limited": {"strategy": PIPEDREAM, "trainer": {"max_steps": 5, "max_epochs": -1}},
+        "stopped": {"strategy": PIPEDREAM, "trainer": {"max_epochs": 3}, "stop_at": 2},
+    }
+    limited, stopped = run_all(runs).values()
     # exactly as many steps as asked for
-    outcomes = run(strategy, {"max_steps": 5, "max_epochs": -1})
     losses, _, values = closed_form(range(5), 2, pipedream(2), [])
-    assert_weights(outcomes, values)
-    assert [outcome.steps for outcome in outcomes] == [5, 5]
+    assert_weights(limited, values)
+    assert [outcome.steps for outcome in limited] == [5, 5]
     # the step of batch 2 asks to stop, when batch 3 has begun
-    outcomes = run(strategy, {"max_epochs": 3}, stop_at=2)
     losses, _, values = closed_form(range(4), 2, pipedream(2), [])
-    assert_weights(outcomes, values)
-    assert_close(outcomes[1].logged["train_loss_step"], losses)
+    assert_weights(stopped, values)
+    assert_close(stopped[1].logged["train_loss_step"], losses)
 
 
 def test_replicas_of_stages_step_after_several_batches() -> None:
@@ -85,22 +90,18 @@ def test_one_device() -> None:
     "refused",
     "each names the option",
 )
-@pytest.mark.parametrize(
-    ("strategy", "trainer", "plugins", "message"),
-    [
-        ({}, {"gradient_clip_val": 1.0}, False, "gradient_clip_val=1.0 limits the norm"),
-        ({}, {"accumulate_grad_batches": 2}, False, "accumulate_grad_batches=2"),
-        ({}, {}, True, "16-mixed precision scales the loss"),
-        *slow_but(
-            [
-                ({"micro_batches": 2}, {}, False, "makes a step of 1 micro-batches"),
-                ({"shard_optimizer": True}, {}, False, "shard_optimizer=True does not go"),
-                ({"shard_optimizer": "gradients"}, {}, False, "shard_optimizer='gradients' does not go"),
-            ]
-        ),
-    ],
-    ids=["norm", "accumulation", "16-mixed", "micro_batches", "sharded", "gradients"],
-)
-def test_refusals(strategy: dict[str, Any], trainer: dict[str, Any], plugins: bool, message: str) -> None:
-    for outcome in run({"schedule": "pipedream", "layers": "net.layers", **strategy}, trainer, plugins=plugins):
-        assert message in outcome.error
+def test_refusals() -> None:
+    later = [GradientAccumulationScheduler({1: 2})]
+    refused: dict[str, dict[str, Any]] = {
+        "gradient_clip_val=1.0 limits the norm": {"trainer": {"gradient_clip_val": 1.0}},
+        "the Trainer has accumulate_grad_batches=2": {"trainer": {"accumulate_grad_batches": 2}},
+        "accumulate_grad_batches=2": {"trainer": {"max_epochs": 2}, "callbacks": later},
+        "16-mixed precision scales the loss": {"plugins": True},
+        "makes a step of 1 micro-batches": {"strategy": {"micro_batches": 2}},
+        "shard_optimizer=True does not go": {"strategy": {"shard_optimizer": True}},
+        "shard_optimizer='gradients' does not go": {"strategy": {"shard_optimizer": "gradients"}},
+    }
+    runs = {name: {**run, "strategy": PIPEDREAM | run.get("strategy", {})} for name, run in refused.items()}
+    for message, outcomes in run_all(runs).items():
+        for outcome in outcomes:
+            assert message in outcome.error

@@ -13,12 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-)
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
@@ -30,17 +25,28 @@ from tests.support.asynchronous_trainer import (
     EPOCH,
     Feed,
     Lit,
+    Outcome,
     assert_close,
     assert_weights,
     closed_form,
     learning_rate,
     momentum,
     run,
+    run_all,
 )
-from tests.support.pairs import slow_but
 
 PIPEDREAM = {"schedule": "pipedream", "layers": "net.layers"}
 MANY = [{name: value.double() for name, value in batch.items()} for batch in batches(12, rows=(8, 8, 5, 8, 4))]
+
+
+RUNS: dict[str, dict[str, Any]] = {}
+"""What tests look at: runs of the same two processes."""
+Found = dict[str, list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return run_all({name: {"strategy": PIPEDREAM, **options} for name, options in RUNS.items()})
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -143,17 +149,17 @@ class ClipsStages(Lit):
         torch.nn.utils.clip_grad_norm_(own, 0.05)
 
 
-def test_clipping_by_value_and_of_every_stage_by_itself() -> None:
-    for kind, trainer, module in (
-        (ByValue, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, Lit),
-        (ByNorm, {}, ClipsStages),
-    ):
-        outcomes = run(PIPEDREAM, trainer, module=module)
-        clipped = partial(kind, lr=learning_rate(0), momentum=0.9)
-        _, _, values = closed_form(range(EPOCH), 2, pipedream(2), [], optimizer=clipped)
-        assert_weights(outcomes, values)
-        _, _, plain = closed_form(range(EPOCH), 2, pipedream(2), [])
-        assert any(float((plain[name] - values[name]).abs().max()) > 1e-3 for name in values)
+RUNS["by value"] = {"trainer": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}}
+RUNS["by norm"] = {"module": ClipsStages}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("by value", ByValue), ("by norm", ByNorm)])
+def test_clipping_by_value_and_of_every_stage_by_itself(name: str, kind: type[torch.optim.SGD], found: Found) -> None:
+    clipped = partial(kind, lr=learning_rate(0), momentum=0.9)
+    _, _, values = closed_form(range(EPOCH), 2, pipedream(2), [], optimizer=clipped)
+    assert_weights(found[name], values)
+    _, _, plain = closed_form(range(EPOCH), 2, pipedream(2), [])
+    assert any(float((plain[name] - values[name]).abs().max()) > 1e-3 for name in values)
 
 
 class WarmsUp(Lit):
@@ -169,13 +175,15 @@ class WarmsUp(Lit):
         optimizer.step(closure=closure)
 
 
-def test_a_rate_set_around_a_step_is_that_of_its_batch() -> None:
+RUNS["warms up"] = {"trainer": {"max_epochs": 2}, "module": WarmsUp}
+
+
+def test_a_rate_set_around_a_step_is_that_of_its_batch(found: Found) -> None:
     def rate(step: int) -> float:
         return 0.02 * (step + 1) if step < 3 else WarmsUp.rate(step)
 
-    outcomes = run({**PIPEDREAM, "balance": [2, 2, 2]}, {"max_epochs": 2}, 3, module=WarmsUp)
-    _, _, values = closed_form([*range(EPOCH)] * 2, 3, pipedream(3), [EPOCH, 2 * EPOCH], rate=rate)
-    assert_weights(outcomes, values)
+    _, _, values = closed_form([*range(EPOCH)] * 2, 2, pipedream(2), [EPOCH, 2 * EPOCH], rate=rate)
+    assert_weights(found["warms up"], values)
 
 
 class Halves(Lit):
@@ -187,18 +195,15 @@ class Halves(Lit):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss_epoch"}}
 
 
-def test_a_scheduler_that_looks_at_an_epoch() -> None:
+RUNS["halves"] = {"trainer": {"max_epochs": 3}, "module": Halves}
+
+
+def test_a_scheduler_that_looks_at_an_epoch(found: Found) -> None:
     def rate(step: int) -> float:
         return 0.1 if step < 2 * EPOCH else 0.05
 
-    outcomes = run(PIPEDREAM, {"max_epochs": 3}, module=Halves)
     _, _, values = closed_form([*range(EPOCH)] * 3, 2, pipedream(2), [EPOCH, 2 * EPOCH], rate=rate)
-    assert_weights(outcomes, values)
-
-
-def test_accumulation_that_begins_later_is_refused() -> None:
-    for outcome in run(PIPEDREAM, {"max_epochs": 2}, callbacks=[GradientAccumulationScheduler({1: 2})]):
-        assert "accumulate_grad_batches=2" in outcome.error
+    assert_weights(found["halves"], values)
 
 
 # ------------------------------------------------------------------ files
@@ -233,18 +238,22 @@ class Asks(L.Callback):
             trainer.should_stop = True
 
 
-def test_all_stop_after_the_batch_in_which_they_ask() -> None:
-    outcomes = run(PIPEDREAM, {"max_epochs": 3}, callbacks=[Asks()])
+RUNS["asks"] = {"trainer": {"max_epochs": 3}, "callbacks": [Asks()]}
+RUNS["stops early"] = {
+    "trainer": {"max_epochs": 3, "val_check_interval": 3},
+    "callbacks": [EarlyStopping("val_loss", min_delta=10.0, patience=1)],
+}
+
+
+def test_all_stop_after_the_batch_in_which_they_ask(found: Found) -> None:
     _, _, values = closed_form(range(3), 2, pipedream(2), [])
-    assert_weights(outcomes, values)
-    assert [outcome.steps for outcome in outcomes] == [3, 3]
+    assert_weights(found["asks"], values)
+    assert [outcome.steps for outcome in found["asks"]] == [3, 3]
 
 
-def test_early_stopping_after_a_validation() -> None:
-    stopper = EarlyStopping("val_loss", min_delta=10.0, patience=1)
-    outcomes = run(PIPEDREAM, {"max_epochs": 3, "val_check_interval": 3}, callbacks=[stopper])
+def test_early_stopping_after_a_validation(found: Found) -> None:
     _, _, values = closed_form(range(6), 2, pipedream(2), [3])
-    assert_weights(outcomes, values)
+    assert_weights(found["stops early"], values)
 
 
 class Fails(Lit):
@@ -281,9 +290,13 @@ class Signalled(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("between", slow_but([False, True], True))
-def test_a_termination_signal_ends_all_ranks(between: bool) -> None:
-    outcomes = run(PIPEDREAM, {"max_epochs": 3}, callbacks=[Signalled(between=between)])
+for between in (False, True):
+    RUNS[f"signalled {between}"] = {"trainer": {"max_epochs": 3}, "callbacks": [Signalled(between=between)]}
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_termination_signal_ends_all_ranks(between: bool, found: Found) -> None:
+    outcomes = found[f"signalled {between}"]
     assert [outcome.error for outcome in outcomes] == ["SIGTERMException"] * 2
     assert [outcome.extra for outcome in outcomes] == [4, 4]  # it goes along with the report of the next call
 
@@ -322,11 +335,13 @@ class Endless(IterableDataset):
         return iter(BATCHES)
 
 
-def test_what_steps_keep_is_on_all_ranks() -> None:
+RUNS["keeps"] = {"module": Keeps}
+
+
+def test_what_steps_keep_is_on_all_ranks(found: Found) -> None:
     losses, _, values = closed_form(range(EPOCH), 2, pipedream(2), [])
-    outcomes = run(PIPEDREAM, {}, module=Keeps)
-    assert_weights(outcomes, values)
-    for outcome in outcomes:
+    assert_weights(found["keeps"], values)
+    for outcome in found["keeps"]:
         kept, batches_seen, mean = outcome.extra
         torch.testing.assert_close(torch.tensor(kept), torch.tensor(losses), rtol=1e-12, atol=1e-12)
         assert_close([mean], [sum(losses) / EPOCH])
@@ -339,12 +354,14 @@ class Skips(Lit):
         return -1 if batch_idx == 4 else None
 
 
-def test_an_epoch_that_a_hook_ends() -> None:
-    outcomes = run(PIPEDREAM, {"max_epochs": 2}, module=Skips)
+RUNS["skips"] = {"trainer": {"max_epochs": 2}, "module": Skips}
+
+
+def test_an_epoch_that_a_hook_ends(found: Found) -> None:
     _, _, values = closed_form(
         [0, 1, 2, 3] * 2, 2, pipedream(2), [4], rate=lambda step: learning_rate(step + step // 4)
     )
-    assert_weights(outcomes, values)
+    assert_weights(found["skips"], values)
 
 
 class Floats(Lit):
@@ -356,10 +373,12 @@ class Floats(Lit):
         return super().training_step({name: value.float() for name, value in batch.items()}, batch_idx)
 
 
-def test_bfloat16() -> None:
-    outcomes = run(PIPEDREAM, {"precision": "bf16-mixed", "limit_val_batches": 0}, module=Floats)
+RUNS["bfloat16"] = {"trainer": {"precision": "bf16-mixed", "limit_val_batches": 0}, "module": Floats}
+
+
+def test_bfloat16(found: Found) -> None:
     _, _, exact = closed_form(range(EPOCH), 2, pipedream(2), [])
-    for outcome in outcomes:
+    for outcome in found["bfloat16"]:
         assert not outcome.error
         differences = [float((outcome.values[name] - value).abs().max()) for name, value in exact.items()]
         assert 1e-4 < max(differences) < 0.05
