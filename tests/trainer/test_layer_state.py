@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from lightning_pipe import PipeStrategy
-from tests.support.processes import run_trainers
+from tests.support.processes import in_turn
 from tests.support.state_programs import BATCH, Base
 from tests.support.state_programs_layers import Counting, CountingLayers, LayersKeep, StateOfLayersReset
 from tests.support.trainer_runs import QUIET, quiet
@@ -55,21 +56,20 @@ def found(process: int, devices: int | None, model: type[Base], **options: Any) 
     return values
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("model", "devices", "options"),
-    [
-        (LayersKeep, 2, {"micro_batches": 2}),
-        (StateOfLayersReset, 2, {"stream_evaluation": False}),
-        (LayersKeep, 1, {"micro_batches": 2, "stages": 2}),
-        (StateOfLayersReset, 2, {"micro_batches": 1, "schedule": "dualpipev"}),
-        # where activations are computed again, too
-        (LooksInItsStage, 2, {"micro_batches": 2, "recompute": "always"}),
-    ],
-    ids=str,
-)
-def test_what_layers_keep_equals_one_device(model: type[Base], devices: int, options: dict[str, Any]) -> None:
-    plain = found(0, None, model, micro_batches=options.get("micro_batches", 1))
-    runs = run_trainers(found, devices, timeout=40, devices=devices, model=model, **options) if devices > 1 else None
-    for values in runs or [found(0, 1, model, **options)]:
-        assert values == pytest.approx(plain, rel=1e-9)
+CASES: list[tuple[type[Base], dict[str, Any]]] = [
+    (LayersKeep, {"micro_batches": 2}),
+    (StateOfLayersReset, {"stream_evaluation": False}),
+    (StateOfLayersReset, {"micro_batches": 1, "schedule": "dualpipev"}),
+    # where activations are computed again, too
+    (LooksInItsStage, {"micro_batches": 2, "recompute": "always"}),
+]
+
+
+def test_what_layers_keep_equals_one_device() -> None:
+    calls = {number: partial(found, devices=2, model=model, **each) for number, (model, each) in enumerate(CASES)}
+    ranks = in_turn(calls, 2)
+    ranks |= {len(CASES): [found(0, 1, LayersKeep, micro_batches=2, stages=2)]}
+    for number, (model, options) in enumerate([*CASES, CASES[0]]):
+        plain = found(0, None, model, micro_batches=options.get("micro_batches", 1))
+        for values in ranks[number]:
+            assert values == pytest.approx(plain, rel=1e-9), CASES[number]

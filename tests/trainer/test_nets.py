@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
-import os
 from contextlib import redirect_stdout
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support import oracle, processes
 from tests.support.networks import LitDropout, LitHalfDropout, LitResNet, LitUNet
-from tests.support.pairs import slow_but
+from tests.support.pairs import asked, slow_but
 from tests.support.trainer_runs import QUIET, quiet
 
 MODULES: dict[str, Any] = {
@@ -24,10 +24,10 @@ MODULES: dict[str, Any] = {
     "dropout": LitDropout,
     "half": LitHalfDropout,
 }
-Run = dict[str, Any]
+Run = tuple[list[float], dict[str, Tensor], str]
 
 
-def fit(name: str, devices: int, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], str]:
+def fit(process: int, name: str, devices: int, options: dict[str, Any] | None) -> Run:
     """Losses, weights and what process 0 prints; ``options=None``: on one plain device."""
     from lightning_pipe import PipeStrategy
 
@@ -43,70 +43,67 @@ def fit(name: str, devices: int, options: dict[str, Any] | None) -> tuple[list[f
     return recorder.trace.losses, oracle.state_of(module), printed.getvalue()
 
 
-def fits(process: int, devices: int, runs: list[Run], cache: str) -> list[Any]:
-    """Several trainings in one world."""
-    os.environ["LIGHTNING_PIPE_CACHE"] = cache
-    return [fit(run["name"], devices, run["options"]) for run in runs]
+CONVOLUTIONS = {name: (name, {"micro_batches": 1, "schedule": "gpipe"}) for name in ("resnet", "unet")}
+"""One micro-batch: then batch norm sees what it sees on one device."""
+DROPOUT: dict[str, dict[str, Any]] = {
+    "interleaved": {"schedule": "interleaved", "recompute": "except_last"},
+    "chimera": {"schedule": "chimera", "recompute": "always"},
+    **{name: {"schedule": name} for name in ("1f1b", "gpipe", "zero_bubble")},
+    "recompute": {"recompute": "always"},
+}
+HALVES = {"micro_batches": 6, "pipeline_parallel_size": 1, "data_parallel_size": 2}
 
 
-def in_processes(devices: int, runs: list[Run], cache: str = "") -> list[Any]:
-    return processes.run_trainers(fits, devices, timeout=110, devices=devices, runs=runs, cache=cache)[0]  # type: ignore[no-any-return]
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> dict[str, list[Run]]:
+    """What two ranks have."""
+    schedules = {name: ("dropout", {"micro_batches": 4, **DROPOUT[name]}) for name in asked(request, "schedule")}
+    runs = {**CONVOLUTIONS, **schedules, "replicas": ("half", HALVES)}
+    calls = {name: partial(fit, name=module, devices=2, options=each) for name, (module, each) in runs.items()}
+    return processes.in_turn(calls, 2)
 
 
-@pytest.mark.timeout(120)
-def test_convolutional_networks_train_as_on_one_device() -> None:
-    """One micro-batch: then batch norm sees what it sees on one device."""
-    names = ("resnet", "unet")
-    runs = [{"name": name, "options": {"micro_batches": 1, "schedule": "gpipe"}} for name in names]
-    for name, (losses, weights, _) in zip(names, in_processes(2, runs), strict=True):
-        expected, expected_weights, _ = fit(name, 1, None)
+def test_convolutional_networks_train_as_on_one_device(found: dict[str, list[Run]]) -> None:
+    for name in CONVOLUTIONS:
+        losses, weights, _ = found[name][0]
+        expected, expected_weights, _ = fit(0, name, 1, None)
         assert losses == pytest.approx(expected, abs=1e-9), name
         for key, value in expected_weights.items():
             # a deferred batch norm computes the same statistics in another order
             torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {key}")
 
 
-SEVERAL_AT_ONCE: list[Run] = [
-    {"schedule": "interleaved", "recompute": "except_last"},
-    {"schedule": "zero_bubble"},
-    {"schedule": "chimera", "recompute": "always"},
-]
-ALONE: list[Run] = [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "chimera"}, {"recompute": "always"}]
+@functools.cache
+def one_stage() -> list[float]:
+    return fit(0, "dropout", 1, {"micro_batches": 4})[0]
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("stages", "options"), slow_but([(4, SEVERAL_AT_ONCE), (2, ALONE)], (4, SEVERAL_AT_ONCE)))
-def test_the_dropout_curve_does_not_depend_on_stages_and_schedule(stages: int, options: list[Run]) -> None:
-    """On one process with so many stages, and on two processes with each of the options."""
-    expected, *_ = fit("dropout", 1, {"micro_batches": 4})
-    found = {f"{stages} stages": fit("dropout", 1, {"micro_batches": 4, "stages": stages})[0]}
-    runs = [{"name": "dropout", "options": {"micro_batches": 4, **each}} for each in options]
-    found |= {str(each): run[0] for each, run in zip(options, in_processes(2, runs), strict=True)}
-    for what, losses in found.items():
-        assert losses == pytest.approx(expected, abs=1e-9), what
+@pytest.mark.parametrize("schedule", slow_but(DROPOUT, "interleaved", "chimera", "1f1b"))
+def test_the_dropout_curve_does_not_depend_on_the_schedule(schedule: str, found: dict[str, list[Run]]) -> None:
+    assert found[schedule][0][0] == pytest.approx(one_stage(), abs=1e-9)
 
 
-@pytest.mark.timeout(120)
-def test_dropout_does_not_depend_on_replicas() -> None:
+@pytest.mark.parametrize("stages", slow_but([2, 4], 4))
+def test_the_dropout_curve_does_not_depend_on_stages(stages: int) -> None:
+    assert fit(0, "dropout", 1, {"micro_batches": 4, "stages": stages})[0] == pytest.approx(one_stage(), abs=1e-9)
+
+
+def test_dropout_does_not_depend_on_replicas(found: dict[str, list[Run]]) -> None:
     """The same twelve micro-batches, of one sample each, on one device and on two replicas."""
-    losses, expected, _ = fit("dropout", 1, {"micro_batches": 12})
-    sizes: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2}
-    runs = [{"name": "half", "options": {"micro_batches": 6, **sizes}}]
-    found = processes.run_trainers(fits, 2, timeout=110, devices=2, runs=runs, cache="")
-    for ((mine, weights, _),) in found:
+    losses, expected, _ = fit(0, "dropout", 1, {"micro_batches": 12})
+    for mine, weights, _ in found["replicas"]:
         assert len(mine) == len(losses)
         for key, value in expected.items():
             torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=key)
-    means = [sum(pair) / 2 for pair in zip(*(mine for ((mine, *_),) in found), strict=True)]
+    means = [sum(pair) / 2 for pair in zip(*(mine for mine, *_ in found["replicas"]), strict=True)]
     assert means == pytest.approx(losses, abs=1e-9)
 
 
-@pytest.mark.timeout(120)
-def test_the_plan_is_told(tmp_path: Path) -> None:
-    ((_, _, first),) = in_processes(2, [{"name": "dropout", "options": {"micro_batches": 4}}], str(tmp_path))
-    assert "Pipeline of LitDropout" in first
-    assert "12 samples per optimizer step = 12 (batch) x 1 (replicas) x 1 (accumulation)" in first
-    assert "predicted bubble 20.0 %" in first
-    assert "balanced by parameters: the largest stage costs" in first
-    assert "Pipeline: 7 batches" in first
-    assert "bubble measured" in first
+def test_the_plan_is_told(found: dict[str, list[Run]]) -> None:
+    printed = found["1f1b"][0][2]
+    assert "Pipeline of LitDropout" in printed
+    assert "12 samples per optimizer step = 12 (batch) x 1 (replicas) x 1 (accumulation)" in printed
+    assert "predicted bubble 20.0 %" in printed
+    assert "balanced by parameters: the largest stage costs" in printed
+    assert "Pipeline: 7 batches" in printed
+    assert "bubble measured" in printed

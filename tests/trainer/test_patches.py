@@ -8,8 +8,10 @@ import signal
 import sys
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -21,8 +23,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replacements
 from tests.support.lit_modules import Data, Lit
-from tests.support.pairs import slow_but
-from tests.support.processes import run_trainers
+from tests.support.processes import in_turn
 from tests.support.trainer_runs import QUIET, quiet
 
 LIBRARIES = ("torch", "lightning", "torchmetrics")
@@ -117,19 +118,6 @@ def runs(process: int, fails: bool, **options: Any) -> list[str]:
     return wrong
 
 
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    "options",
-    slow_but(
-        [{"fails": False}, {"fails": True}, {"fails": False, "schedule": "pipedream", "micro_batches": "auto"}],
-        *({"fails": False}, {"fails": True}),
-    ),
-    ids=["ends", "fails", "asynchronous"],
-)
-def test_nothing_stays_replaced(options: dict[str, Any]) -> None:
-    assert run_trainers(runs, 2, timeout=80, **options) == [[], []]
-
-
 class AskedToRequeue(L.Callback):
     """Process 0 gets SLURM's signal in a batch, as Lightning has registered its handler."""
 
@@ -144,9 +132,7 @@ class AskedToRequeue(L.Callback):
 
 
 def requeued_in_each_fit(process: int, folder: Path) -> list[bool]:
-    os.environ["SLURM_JOB_ID"] = "7"
     commands: list[Any] = []
-    signal_connector.call = lambda command, **_: commands.append(command) or 0  # type: ignore[attr-defined]
     quiet()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -158,14 +144,35 @@ def requeued_in_each_fit(process: int, folder: Path) -> list[bool]:
         **QUIET,
     )
     module, written = Lit().double(), []
-    trainer.validate(module, datamodule=Data(), verbose=False)
-    for run in (1, 2):
-        trainer.fit_loop.max_epochs = run
-        trainer.fit(module, datamodule=Data())
-        written.append((folder / f"hpc_ckpt_{run}.ckpt").exists() and len(commands) == (run if process == 0 else 0))
+    called = mock.patch.object(signal_connector, "call", lambda command, **_: commands.append(command) or 0)
+    with mock.patch.dict(os.environ, SLURM_JOB_ID="7"), called:
+        trainer.validate(module, datamodule=Data(), verbose=False)
+        for run in (1, 2):
+            trainer.fit_loop.max_epochs = run
+            trainer.fit(module, datamodule=Data())
+            written.append((folder / f"hpc_ckpt_{run}.ckpt").exists() and len(commands) == (1 - process) * run)
     return written
 
 
-@pytest.mark.timeout(60)
-def test_a_job_is_requeued_in_the_second_fit_too(tmp_path: Path) -> None:
-    assert run_trainers(requeued_in_each_fit, 2, timeout=50, folder=tmp_path) == [[True, True], [True, True]]
+RUNS: dict[str, dict[str, Any]] = {
+    "ends": {"fails": False},
+    "fails": {"fails": True},
+    "asynchronous": {"fails": False, "schedule": "pipedream", "micro_batches": "auto"},
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What is wrong on each process, and whether both save and one of them requeues."""
+    calls: dict[str, Any] = {name: partial(runs, **options) for name, options in RUNS.items()}
+    folder = tmp_path_factory.mktemp("requeued")
+    return in_turn(calls | {"requeued": partial(requeued_in_each_fit, folder=folder)}, 2)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_stays_replaced(name: str, found: dict[str, list[Any]]) -> None:
+    assert found[name] == [[], []]
+
+
+def test_a_job_is_requeued_in_the_second_fit_too(found: dict[str, list[Any]]) -> None:
+    assert found["requeued"] == [[True, True], [True, True]]

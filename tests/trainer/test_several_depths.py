@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipe import PipeStrategy, deferred_init
-from tests.support.processes import run_trainers
+from tests.support.pairs import asked, slow_but
+from tests.support.processes import in_turn
 from tests.support.trainer_runs import QUIET, quiet
 
 WIDTH, ROWS, SIZE = 5, 20, 8
@@ -189,14 +191,25 @@ SLOW = {
 CASES = {**FAST, **SLOW}
 
 
-def by_name(process: int, name: str, folder: Path) -> dict[str, Tensor]:
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What processes have after the cases that were asked for, in one world for each number of them."""
+    ranks: dict[str, list[Any]] = {}
+    for size in (2, 4):
+        names = [name for name in asked(request, "name") if CASES[name].devices == size]
+        calls = {name: partial(on_rank, name=name, folder=tmp_path_factory.mktemp(name)) for name in names}
+        ranks |= in_turn(calls, size) if calls else {}
+    return ranks
+
+
+def on_rank(process: int, name: str, folder: Path) -> dict[str, Tensor]:
     return trained(CASES[name], folder, plain=False)
 
 
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_a_module_at_several_depths_trains_as_on_one_device(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
-    expected = trained(case, tmp_path, plain=True)
-    for found in run_trainers(by_name, case.devices, timeout=80, name=name, folder=tmp_path):
-        assert largest_difference(found, expected) <= case.tolerance
+@pytest.mark.parametrize("name", slow_but(CASES, *FAST))
+def test_a_module_at_several_depths_trains_as_on_one_device(
+    name: str, found: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    expected = trained(CASES[name], tmp_path, plain=True)
+    for values in found[name]:
+        assert largest_difference(values, expected) <= CASES[name].tolerance

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
-from tests.support.processes import outcomes
+from tests.support.processes import in_turn, refusals, run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -93,41 +94,38 @@ def fit(process: int, kind: type[Step], devices: int = 1, strategy: Any = "auto"
     return module.state_dict(), [str(each.message) for each in caught]
 
 
-def on_two_ranks(kind: type[Step], **options: Any) -> Trained:
-    """The same on two ranks; raises the first error that is no consequence of another."""
-    found = outcomes(fit, 2, timeout=60, kind=kind, devices=2, strategy=PipeStrategy(**options))
-    for each in sorted(found, key=lambda each: type(each.error).__name__ == "CommunicationError"):
-        if each.error:
-            raise each.error
-    return found[0].value[0], [told for each in found for told in each.value[1]]
+STAGES: dict[str, Any] = {"layers": ["embed", "rnn", "head"], "balance": [2, 1]}
+TOLD: dict[type[Step], tuple[str, dict[str, Any]]] = {
+    InStep: (
+        r"'\w+_' changes `self\.\S+` in place in the step.*[\s\S]* on_train_batch_end; .*EMAWeightAveraging",
+        {},
+    ),
+    Added: (r"goes from one micro-batch to the next \(self.hidden\) needs micro_batches=1", STAGES),
+    Freezes: (r"freezes weights and trains them again .* needs one device", {}),
+}
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (InStep, r"'\w+_' changes `self\.\S+` in place in the step.*[\s\S]* on_train_batch_end; .*EMAWeightAveraging"),
-        (Added, r"goes from one micro-batch to the next \(self.hidden\) needs micro_batches=1"),
-        (Freezes, r"freezes weights and trains them again .* needs one device"),
-    ],
-)
-def test_what_the_step_does_is_named_with_a_remedy(kind: type[Step], message: str) -> None:
-    options = {"layers": ["embed", "rnn", "head"], "balance": [2, 1]} if kind is Added else {}
-    with pytest.raises(CutError, match=message):
-        on_two_ranks(kind, **options)
+def told(process: int, kind: type[Step]) -> None:
+    fit(process, kind, 2, PipeStrategy(**TOLD[kind][1]))
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("kind", "options"), [(Truncated, {}), (Added, {"layers": ["embed", "rnn", "head"], "balance": [2, 1]})]
-)
-def test_whole_batches_help(kind: type[Step], options: dict[str, Any]) -> None:
-    found, _ = on_two_ranks(kind, micro_batches=1, **options)
-    for name, value in fit(0, kind)[0].items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+def test_what_the_step_does_is_named_with_a_remedy() -> None:
+    for kind, errors in refusals(told, 2, TOLD).items():
+        (error, *_) = (each for each in errors if isinstance(each, CutError))
+        assert re.search(TOLD[kind][0], str(error))
 
 
-@pytest.mark.timeout(120)
+def test_whole_batches_help() -> None:
+    options = {Truncated: {}, Added: STAGES}
+    strategies = {kind: PipeStrategy(micro_batches=1, **each) for kind, each in options.items()}
+    calls = {kind: partial(fit, kind=kind, devices=2, strategy=each) for kind, each in strategies.items()}
+    for kind, found in in_turn(calls, 2).items():
+        for name, value in fit(0, kind)[0].items():
+            torch.testing.assert_close(found[0][0][name], value, rtol=1e-9, atol=1e-12)
+
+
 def test_state_from_batch_to_batch_is_told_of_whole_batches() -> None:
-    _, told = on_two_ranks(Truncated, layers=["embed", "rnn", "head"], balance=[1, 2])
-    assert any("State that goes from batch to batch (self.hidden) needs micro_batches=1" in each for each in told)
+    strategy = PipeStrategy(**{**STAGES, "balance": [1, 2]})
+    warned = run_trainers(fit, 2, kind=Truncated, devices=2, strategy=strategy)
+    words = "State that goes from batch to batch (self.hidden) needs micro_batches=1"
+    assert any(words in each for _, of_rank in warned for each in of_rank)

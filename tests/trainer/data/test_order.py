@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
-from tests.support.pairs import slow_but
-from tests.support.processes import run_trainers
+from tests.support.processes import in_turn
 from tests.support.trainer_runs import QUIET, quiet
 
 ROWS, BATCH, EPOCHS = 16, 4, 4
@@ -86,52 +86,51 @@ def train(
     return model.orders, "\n".join(model.lines)
 
 
-def in_pipe(folder: Path, devices: int = 2, **options: Any) -> tuple[Orders, str]:
-    found = run_trainers(train, devices, timeout=60, devices=devices, folder=str(folder), **options)
-    assert all(orders == found[0][0] for orders, _ in found)
-    return found[0]
-
-
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Orders, str]:
-    """Two ranks whose steps draw nothing."""
-    return in_pipe(tmp_path_factory.mktemp("undisturbed"))
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Orders, str]]:
+    """Orders that two ranks agree on."""
+    folder = tmp_path_factory.mktemp
+    draws, within = ({"devices": 2, "folder": str(folder(name)), "dropout": 0.5} for name in ("draws", "within"))
+    runs: dict[str, dict[str, Any]] = {
+        "draws nothing": {"devices": 2, "folder": str(folder("nothing"))},
+        "generator": {"devices": 2, "folder": str(folder("generator")), "dropout": 0.5, "generator": True},
+        "draws": draws,
+        "resumed": {**draws, "resumed": str(2 * STEPS)},
+        "within": {**within, "every": 3, "epochs": 2},
+        "resumed within": {**within, "every": 3, "resumed": str(STEPS + 2)},  # 6 of 8 steps
+    }
+    ranks = in_turn({name: partial(train, **options) for name, options in runs.items()}, 2)
+    for (orders, _), (other, _) in ranks.values():
+        assert orders == other
+    return {name: of_ranks[0] for name, of_ranks in ranks.items()}
 
 
-@pytest.mark.timeout(120)
-def test_the_order_is_that_of_one_device_where_steps_draw_nothing(
-    undisturbed: tuple[Orders, str], tmp_path: Path
-) -> None:
+Found = dict[str, tuple[Orders, str]]
+
+
+def test_the_order_is_that_of_one_device_where_steps_draw_nothing(found: Found, tmp_path: Path) -> None:
     plain, _ = train(0, None, str(tmp_path))
-    orders, plan = undisturbed
+    orders, plan = found["draws nothing"]
     assert orders == plain
     assert len({str(order) for order in orders.values()}) == EPOCHS
     assert "shuffle" in plan
 
 
-@pytest.mark.timeout(120)
-def test_a_generator_of_its_own_gives_the_order_of_one_device_where_steps_draw(tmp_path: Path) -> None:
+def test_a_generator_of_its_own_gives_the_order_of_one_device_where_steps_draw(found: Found, tmp_path: Path) -> None:
     plain, _ = train(0, None, str(tmp_path), dropout=0.5, generator=True)
-    orders, plan = in_pipe(tmp_path, dropout=0.5, generator=True)
+    orders, plan = found["generator"]
     assert orders == plain
     assert "shuffle" not in plan
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("devices", slow_but([1, 2], 2))
-def test_the_order_does_not_depend_on_what_steps_draw_or_on_a_resume(
-    devices: int, undisturbed: tuple[Orders, str], tmp_path: Path
-) -> None:
-    orders, _ = undisturbed
-    assert in_pipe(tmp_path, devices, dropout=0.5)[0] == orders
-    resumed, _ = in_pipe(tmp_path, devices, dropout=0.5, resumed=str(2 * STEPS))
-    assert resumed == {epoch: orders[epoch] for epoch in (2, 3)}
+def test_the_order_does_not_depend_on_what_steps_draw_or_on_a_resume(found: Found, tmp_path: Path) -> None:
+    orders, _ = found["draws nothing"]
+    assert found["draws"][0] == orders
+    assert train(0, 1, str(tmp_path), dropout=0.5)[0] == orders
+    assert found["resumed"][0] == {epoch: orders[epoch] for epoch in (2, 3)}
 
 
-@pytest.mark.timeout(180)
-def test_the_order_goes_on_after_a_resume_within_an_epoch(undisturbed: tuple[Orders, str], tmp_path: Path) -> None:
-    orders, _ = undisturbed
-    in_pipe(tmp_path, dropout=0.5, every=3, epochs=2)
-    resumed, _ = in_pipe(tmp_path, dropout=0.5, every=3, resumed=str(STEPS + 2))  # 6 of 8 steps
+def test_the_order_goes_on_after_a_resume_within_an_epoch(found: Found) -> None:
+    orders, _ = found["draws nothing"]
     # Lightning begins again with the epoch's first samples, and makes the steps that are left
-    assert resumed == {1: orders[1][:2], 2: orders[2], 3: orders[3]}
+    assert found["resumed within"][0] == {1: orders[1][:2], 2: orders[2], 3: orders[3]}
