@@ -20,8 +20,8 @@ from tests.support.sharded_runs import FAMILIES, MODELS, Sharded, check
 from tests.support.trainer_runs import quiet
 
 REPLICAS = [
-    # tied, shared and frozen ones, weights outside the layers, recomputed attributes of torch's own
-    *("tied_to_layers", "scale_in_two_stages", "frozen_layers", "weight_norm", "recurrent"),
+    # tied and frozen ones, weights outside the layers, recomputed attributes of torch's own
+    *("tied_to_layers", "frozen_layers", "weight_norm"),
 ]
 INTERLEAVED = Sharded("interleaved", stages=4, replicas=2, accumulate=2)
 RESHARDED = Sharded("zero_bubble", replicas=2, micro_batches=4, reshard=True)
@@ -31,12 +31,7 @@ UNLIKE = {"noise", "t5"}
 
 @pytest.mark.timeout(120)
 def test_replicas_train_as_one_device() -> None:
-    check(REPLICAS, Sharded("1f1b", replicas=2), "data_parallel")
-
-
-@pytest.mark.timeout(120)
-def test_several_stages_and_accumulation() -> None:
-    check(["gpt2"], INTERLEAVED, "data_parallel")
+    check(REPLICAS, Sharded("1f1b", replicas=2, steps=2), "data_parallel")
 
 
 @pytest.mark.slow
@@ -51,7 +46,12 @@ def test_five_steps(point: Sharded) -> None:
     ("name", "point"),
     pairs(
         ["divides_itself", "residual"],
-        [RESHARDED, replace(RESHARDED, reshard=False), Sharded(stages=1, ranks=1, replicas=2)],
+        [
+            replace(RESHARDED, ranks=1, steps=2),
+            RESHARDED,
+            replace(RESHARDED, reshard=False),
+            Sharded(stages=1, ranks=1, replicas=2),
+        ],
         lambda name, point: name == point == 0,
     ),
 )
@@ -59,7 +59,7 @@ def test_divided_backward_passes_and_one_stage(name: str, point: Sharded) -> Non
     check([name], point, "data_parallel")
 
 
-def clipped(process: int, replicas: int) -> Trace:
+def clipped(replicas: int) -> Trace:
     """The weights after a training that limits each value of the gradients, the same batches on each replica."""
     from lightning_pipe import PipeStrategy
 
@@ -70,13 +70,6 @@ def clipped(process: int, replicas: int) -> Trace:
     options = {"devices": replicas, "strategy": own or "auto", "use_distributed_sampler": False}
     trace = oracle.fit(entry.build(), entry.batches(3), clip=1e-3, gradient_clip_algorithm="value", **options)
     return Trace(weights=trace.weights)
-
-
-@pytest.mark.timeout(100)
-def test_values_of_gradients_are_limited() -> None:
-    truth = clipped(0, 1)
-    for trace in run_trainers(clipped, 2, replicas=2, timeout=80):
-        oracle.assert_equal(trace, truth)
 
 
 class WholeParameters:
@@ -121,18 +114,36 @@ def whole_bytes(process: int, reshard: bool, sizes: tuple[int, ...]) -> Any:
     return observer.bytes
 
 
-@pytest.mark.timeout(100)
-def test_only_the_stage_that_computes_is_whole() -> None:
-    kept, freed = (run_trainers(whole_bytes, 2, reshard=each, sizes=(8, 8), timeout=80)[0] for each in (False, True))
+def of_two_replicas(process: int) -> list[Any]:
+    """What the tests below compare, of one process."""
+    sizes = [(False, (8, 8)), (True, (8, 8)), (True, (8, 3))]
+    return [clipped(2), *(whole_bytes(process, reshard, each) for reshard, each in sizes)]
+
+
+@pytest.fixture(scope="module")
+def two_replicas() -> list[list[Any]]:
+    return run_trainers(of_two_replicas, 2, timeout=100)
+
+
+@pytest.mark.timeout(120)
+def test_values_of_gradients_are_limited(two_replicas: list[list[Any]]) -> None:
+    truth = clipped(1)
+    for trace, *_ in two_replicas:
+        oracle.assert_equal(trace, truth)
+
+
+@pytest.mark.timeout(120)
+def test_only_the_stage_that_computes_is_whole(two_replicas: list[list[Any]]) -> None:
+    _, kept, freed, _ = two_replicas[0]
     assert kept.keys() == freed.keys() == {(stage, number) for stage in range(4) for number in range(4)}
     layer = sum(parameter.nbytes for parameter in MODELS["pairs"].build().layers[0].parameters())
     (of_all,), (of_one,) = set(kept.values()), set(freed.values())
     assert of_all - of_one == 3 * layer
 
 
-@pytest.mark.timeout(100)
-def test_other_numbers_of_micro_batches_on_a_replica() -> None:
-    for refused in run_trainers(whole_bytes, 2, reshard=True, sizes=(8, 3), timeout=80):
+@pytest.mark.timeout(120)
+def test_other_numbers_of_micro_batches_on_a_replica(two_replicas: list[list[Any]]) -> None:
+    for *_, refused in two_replicas:
         assert "a batch of 3 micro-batches and another one of 4" in refused
         assert "drop_last=True" in refused
 
