@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +34,7 @@ from lightning_pipe.sharding.tensor_parallel import (
 )
 from lightning_pipe.trainer.model_sharding import ModelSharding, check
 from tests.support import oracle, processes
-from tests.support.sharded_runs import MODELS, DividesItself, Pair, Pairs, divide_pair
+from tests.support.sharded_runs import MODELS, Pair, Pairs, divide_pair
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -126,15 +126,26 @@ def test_a_tied_weight_that_is_divided_in_one_place() -> None:
         check_tied(before, module)
 
 
-def fit_unusual(process: int, kind: str) -> str | dict[str, Tensor]:
-    """What an error says, or the weights."""
+REFUSED = {
+    "weight": "'layers.0.up.weight' and 'layers.1.up.weight' were one parameter",
+    "module": "'layers.1.up' belongs to several layers",
+    "computed": "The plan of tensor parallelism fails for 'layers.1'",
+}
+TRAINED = ("left out", "guessed")
+
+
+def fit_unusual(process: int) -> dict[str, Any]:
+    """What an error says, or the weights, of each kind."""
     quiet()
     options: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "micro_batches": 2}
-    strategy = PipeStrategy(**options, parallelize=divide_down if kind == "left out" else divide_pair)
-    try:
-        return oracle.fit(unusual(kind), MODELS["pairs"].batches(3), strategy=strategy, devices=2).weights
-    except ConfigurationError as error:
-        return str(error)
+    found: dict[str, Any] = {}
+    for kind in (*TRAINED, *REFUSED):
+        strategy = PipeStrategy(**options, parallelize=divide_down if kind == "left out" else divide_pair)
+        try:
+            found[kind] = oracle.fit(unusual(kind), MODELS["pairs"].batches(2), strategy=strategy, devices=2).weights
+        except ConfigurationError as error:
+            found[kind] = str(error)
+    return found
 
 
 def unusual(kind: str) -> Any:
@@ -156,24 +167,13 @@ def divide_down(layer: nn.Module, mesh: Any) -> None:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("weight", "'layers.0.up.weight' and 'layers.1.up.weight' were one parameter"),
-        ("module", "'layers.1.up' belongs to several layers"),
-        ("left out", None),
-        ("computed", "The plan of tensor parallelism fails for 'layers.1'"),
-        ("guessed", None),
-    ],
-)
-def test_what_is_refused_before_torch_fails(kind: str, words: str | None) -> None:
-    for found in processes.run_trainers(fit_unusual, 2, timeout=60, kind=kind):
-        if words is not None:
-            assert words in found
-            continue
-        assert isinstance(found, dict)
-        truth = oracle.fit(unusual(kind), MODELS["pairs"].batches(3)).weights
-        oracle.assert_equal(oracle.Trace(weights=found), oracle.Trace(weights=truth))
+def test_what_is_refused_before_torch_fails() -> None:
+    truths = {kind: oracle.fit(unusual(kind), MODELS["pairs"].batches(2)).weights for kind in TRAINED}
+    for found in processes.run_trainers(fit_unusual, 2, timeout=80):
+        for kind, words in REFUSED.items():
+            assert words in found[kind]
+        for kind, truth in truths.items():
+            oracle.assert_equal(oracle.Trace(weights=found[kind]), oracle.Trace(weights=truth))
 
 
 class OverTensorRanks(Pairs):
@@ -184,30 +184,19 @@ class OverTensorRanks(Pairs):
             divide_pair(layer, self.device_mesh["tensor_parallel"])
 
 
-def fit_over_replicas_too(process: int) -> tuple[list[float], str]:
-    """The losses of a module that divides itself over both, and what the error about the other one says."""
+def fit_over_replicas_too(process: int) -> None:
     quiet()
-    losses = fit_three_dimensions(DividesItself).losses
-    with pytest.raises(ConfigurationError) as refused:
-        fit_three_dimensions(OverTensorRanks)
-    return losses, str(refused.value)
-
-
-def fit_three_dimensions(kind: Callable[[], Any]) -> oracle.Trace:
     sizes: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "tensor_parallel_size": 2}
     options: dict[str, Any] = {"devices": 4, "use_distributed_sampler": False}
     strategy = PipeStrategy(**sizes, micro_batches=2, shard_optimizer="parameters")
-    torch.manual_seed(0)
-    return oracle.fit(kind().double(), MODELS["pairs"].batches(3), strategy=strategy, **options)
+    oracle.fit(OverTensorRanks().double(), MODELS["pairs"].batches(1), strategy=strategy, **options)
 
 
 @pytest.mark.timeout(100)
 def test_a_module_that_divides_itself_over_tensor_ranks_alone() -> None:
-    torch.manual_seed(0)
-    truth = oracle.fit(DividesItself().double(), MODELS["pairs"].batches(3)).losses
-    for losses, said in processes.run_trainers(fit_over_replicas_too, 4, timeout=80):
-        oracle.assert_equal(oracle.Trace(losses=losses), oracle.Trace(losses=truth))
-        assert "does not divide what configure_model has divided over tensor ranks" in said
+    """What divides itself over both is trained in test_fully_sharded and test_tensor_parallel."""
+    with pytest.raises(ConfigurationError, match="does not divide what configure_model has divided over tensor ranks"):
+        processes.run_trainers(fit_over_replicas_too, 4, timeout=80)
 
 
 class DTensor(Tensor):
