@@ -221,8 +221,8 @@ def fit(case: Case, folder: str, strategy: Any, devices: int, copies: int) -> Tr
     return trace
 
 
-def fit_all(process: int, folder: str, cases: list[tuple[str, str]]) -> list[Trace]:
-    """Each case with its layout."""
+def fit_all(process: int, folder: str, cases: list[tuple[str, str]], ranks: int) -> list[Trace]:
+    """Each case with its layout, in two stages on so many ranks of a pipeline."""
     from lightning_pipe import PipeStrategy
 
     found = []
@@ -231,20 +231,20 @@ def fit_all(process: int, folder: str, cases: list[tuple[str, str]]) -> list[Tra
         options = {**LAYOUTS[layout], **case.strategy}
         if layout != "tensor":
             options.pop("parallelize", None)
-        strategy = PipeStrategy(pipeline_parallel_size=2, **options)
+        strategy = PipeStrategy(pipeline_parallel_size=ranks, stages=2, **options)
         try:
-            found.append(fit(case, folder, strategy, 4, case.copies))
+            found.append(fit(case, folder, strategy, 2 * ranks, case.copies))
         except BaseException as error:
             error.add_note(f"{name}, {layout}")
             raise
     return found
 
 
-def check(cases: list[tuple[str, str]], folder: str) -> list[Trace]:
+def check(cases: list[tuple[str, str]], folder: str, ranks: int) -> list[Trace]:
     """What the first process finds, where all processes find what one device does."""
     torch.manual_seed(3)
     llama().model.double().save_pretrained(folder)
-    found = run_trainers(fit_all, 4, folder=folder, cases=cases, timeout=280)
+    found = run_trainers(fit_all, 2 * ranks, folder=folder, cases=cases, ranks=ranks, timeout=380)
     wrong: list[str] = []
     for (name, layout), *traces in zip(cases, *found, strict=True):
         case = CASES[name]
@@ -260,14 +260,13 @@ def check(cases: list[tuple[str, str]], folder: str) -> list[Trace]:
 
 @pytest.mark.timeout(300)
 def test_each_as_on_one_device(tmp_path: Path) -> None:
-    scaled = check(FAST, str(tmp_path))[FAST.index(("scaled", "parameters"))]
+    scaled = check(FAST, str(tmp_path), ranks=1)[FAST.index(("scaled", "parameters"))]
     scales = [value for name, value in scaled.metrics.items() if name.startswith("scale ")]
     assert scales[0] < 2.0**24, "the first step did not overflow"
     assert any(later > earlier for earlier, later in pairwise(scales)), "no step was made"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_each_with_the_other_layouts(tmp_path: Path) -> None:
-    every = [(name, layout) for name, case in CASES.items() for layout in case.layouts]
-    check([each for each in every if each not in FAST], str(tmp_path))
+@pytest.mark.timeout(400)
+def test_each_over_ranks_and_with_the_other_layouts(tmp_path: Path) -> None:
+    check([(name, layout) for name, case in CASES.items() for layout in case.layouts], str(tmp_path), ranks=2)
