@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError
 
 from lightning_pipe.partition import find_layers
-from lightning_pipe.schedules import Chimera
 from recipes import job
 from recipes.errors import RecipeError
 from recipes.plan import plans
@@ -51,7 +49,6 @@ def test_every_experiment_is_planned_here() -> None:
             ("transformer_wikitext103", "gpipe"),
         ],
         ("bert48_wikipedia", "chimera"),
-        ("gpt2_wikitext2", "interleaved"),
     ),
 )
 def test_every_paper_s_model_is_planned_without_a_single_weight(
@@ -78,28 +75,6 @@ def test_every_paper_s_model_is_planned_without_a_single_weight(
         assert "iB" in text
 
 
-OF_THE_PAPERS = {
-    "amoebanet_imagenet": ("gpipe", 16, 4, 1, "always", 128),
-    "resnet101_imagenet": ("gpipe", 4, 2, 1, "except_last", 256),
-    "unet_imagenet": ("gpipe", 16, 4, 1, "except_last", 512),
-    "transformer_wikitext103": ("gpipe", 32, 8, 1, "always", 32),
-    "bert48_wikipedia": (Chimera(), 8, 4, 8, "never", 64),
-    "gpt2_wikitext2": (Chimera(), 32, 32, 16, "never", 32),
-    "gpt2_wikitext103": (Chimera(), 32, 32, 16, "never", 32),
-    "nmt_multilingual": ("gpipe", 64, 16, 1, "always", 512),
-}
-"""Schedule, micro-batches, ranks of a pipeline, pipelines, recomputation, and a pipeline's samples."""
-
-
-@pytest.mark.parametrize("experiment", sorted(PARAMETERS))
-def test_the_paper_s_size_has_the_paper_s_pipeline(composed: Compose, experiment: str) -> None:
-    settings = composed(f"experiment={experiment}", "size=paper")
-    pipe = settings.pipe
-    schedule = pipe.schedule if isinstance(pipe.schedule, str) else instantiate(pipe.schedule)
-    division = (pipe.micro_batches, pipe.pipeline_parallel_size, pipe.data_parallel_size)
-    assert (schedule, *division, pipe.recompute, settings.data.batch_size) == OF_THE_PAPERS[experiment]
-
-
 def test_another_schedule_has_micro_batches_of_its_own(composed: Compose) -> None:
     assert composed("experiment=bert48_wikipedia", "size=paper", "pipe=1f1b").pipe.micro_batches == "auto"
 
@@ -108,9 +83,9 @@ def test_another_schedule_has_micro_batches_of_its_own(composed: Compose) -> Non
     ("name", "experiment", "equation"),
     [
         ("bert48_wikipedia", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 8 micro-batches x 8"),
-        ("gpipe_w8d4b4", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 16 micro-batches x 4"),
         *slow_but(
             [
+                ("gpipe_w8d4b4", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 16 micro-batches x 4"),
                 ("dapple_w8d4b4", "bert48_wikipedia", "8 (replicas) x 1 (accumulation); batch = 16 micro-batches x 4"),
                 ("chimera_w64d8b1", "gpt2_wikitext2", "64 (replicas) x 1 (accumulation); batch = 8 micro-batches x 1"),
                 ("dapple_w32d16b1", "gpt2_wikitext2", "32 (replicas) x 1 (accumulation); batch = 16 micro-batches x 1"),
@@ -135,7 +110,10 @@ def test_samples_that_pipelines_cannot_divide_are_refused(composed: Compose) -> 
 
 
 @pytest.mark.parametrize(
-    ("pipe", "micro_batches"), [("pipedream", "1 micro-batch"), ("pipedream_2bw", "4 micro-batches")]
+    ("pipe", "micro_batches"),
+    slow_but(
+        [("pipedream", "1 micro-batch"), ("pipedream_2bw", "4 micro-batches")], ("pipedream_2bw", "4 micro-batches")
+    ),
 )
 def test_without_a_flush_there_is_no_bubble(composed: Compose, pipe: str, micro_batches: str) -> None:
     (text,) = plans(composed("experiment=gpt2_wikitext2", f"pipe={pipe}", "ranks=[4]"))
@@ -153,7 +131,7 @@ TOO_FEW_LAYERS = {
 
 # the papers' sizes are planned above
 @pytest.mark.parametrize("size", slow_but(["tiny", "small"], "tiny"))
-@pytest.mark.parametrize("experiment", slow_but(sorted(PARAMETERS), "bert48_wikipedia", "gpt2_wikitext2"))
+@pytest.mark.parametrize("experiment", slow_but(sorted(PARAMETERS), "bert48_wikipedia"))
 def test_every_size_is_planned(composed: Compose, experiment: str, size: str) -> None:
     texts = list(plans(composed(f"experiment={experiment}", f"size={size}", "ranks=[2,4,8]")))
     for ranks, text in zip((2, 4, 8), texts, strict=True):
@@ -164,7 +142,7 @@ def test_every_size_is_planned(composed: Compose, experiment: str, size: str) ->
             assert f"Use stages={layers} or fewer on {layers} ranks or fewer" in text
 
 
-@pytest.mark.parametrize("experiment", slow_but(sorted(PARAMETERS), "gpt2_wikitext2", "resnet101_imagenet"))
+@pytest.mark.parametrize("experiment", slow_but(sorted(PARAMETERS), "resnet101_imagenet"))
 def test_the_named_layers_are_those_that_are_found_where_the_choice_is_clear(
     composed: Compose, experiment: str
 ) -> None:
@@ -187,15 +165,8 @@ def test_without_a_schedule_there_is_no_plan(composed: Compose) -> None:
 
 
 def test_the_command_line_writes_nothing(tmp_path: Path) -> None:
-    arguments = ["+experiment=gpt2_wikitext2", "ranks=[2]", "pipe=gpipe"]
-    done = command("recipes.plan", tmp_path, arguments)
+    done = command("recipes.plan", tmp_path, ["+experiment=gpt2_wikitext2", "ranks=[2]", "pipe=gpipe"])
     assert not done.value, done.output
     assert done.error is None, done.trace
     assert "Pipeline of GPT2" in done.output
     assert list(tmp_path.iterdir()) == []
-    mistaken = [*arguments, "model.widht=3"]
-    done = command("recipes.plan", tmp_path, mistaken)
-    told = f"{done.output}{done.value}"
-    assert done.value, "ends as a success"
-    assert "Did you mean model.width?" in told
-    assert "Traceback" not in told
