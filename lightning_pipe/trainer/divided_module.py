@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
-from lightning_pipe.construction import deferred_init, initialise_meta, materialize, paused
+from lightning_pipe.construction import deferred_init, initialise_meta, is_deferred, materialize, paused
+from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.refusals import check_module
-from lightning_pipe.errors import PartitionError
+from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, check_norms
-from lightning_pipe.partition import known_layers
-from lightning_pipe.partition.calls import CallStore
+from lightning_pipe.partition import (
+    AUTO,
+    Layers,
+    divide,
+    find_layers,
+    imbalance,
+    known_layers,
+    layer_costs,
+)
+from lightning_pipe.partition.calls import Call, CallStore, of_step, work_of
+from lightning_pipe.partition.choice import MOST_PASSES, Chosen, choose, line, serves
 from lightning_pipe.patches import replaced, unheard
+from lightning_pipe.planning.layer_sizes import stored
+from lightning_pipe.planning.prediction import stage_costs
 from lightning_pipe.profiling.measure import run_conditions
-from lightning_pipe.trainer.at_rest import forget, refuse_export, resume_divided
+from lightning_pipe.schedules.several_passes import may_repeat
+from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.torch_internals import ConvNd
+from lightning_pipe.trainer.at_rest import forget, refuse_export, resting, resume_divided, size_of
 from lightning_pipe.trainer.checks import check_copies
-from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
+from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
-from lightning_pipe.trainer.schedule_choice import ScheduleChoice
-from lightning_pipe.trainer.stage_division import StageDivision, StageOptions, names_of
 from lightning_pipe.trainer.world import World
+
+_FORGOTTEN = (
+    "The layers of this run are those that an earlier run of the same module has called. That is forgotten now: if the "
+    "module calls others, or in another order, run it again, and its first batch shows them."
+)
+"""What an error says where the stored order may be the reason."""
 
 
 class DividedModule:
@@ -35,31 +59,20 @@ class DividedModule:
     Args:
         module: the LightningModule, with its Trainer.
         world: the processes.
-        options: the strategy's options for stages.
-        splitting: the strategy's options for batches.
-        choice: the schedule, if it was chosen for this run.
+        options: the strategy's options.
         seed: from which all random streams derive.
         changed: undoes at the end of the run what must not stay.
 
     Attributes:
         run: the run, once the module is divided.
-        calls: what earlier runs of the module have called.
     """
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        world: World,
-        options: StageOptions,
-        splitting: BatchSplitting,
-        choice: ScheduleChoice | None,
-        seed: int,
-        changed: ExitStack,
+        self, module: pl.LightningModule, world: World, options: Options, seed: int, changed: ExitStack
     ) -> None:
-        self._module, self._world, self._options, self._splitting = module, world, options, splitting
-        self._choice, self._seed, self._changed = choice, seed, changed
+        self._module, self._world, self._options, self._seed, self._changed = module, world, options, seed, changed
         self.run: PipelineRun | None = None
-        self.calls: CallStore | None = None
+        self._calls = CallStore(module)  # what earlier runs of the module have called
         self._known: tuple[list[str], list[str]] = [], []
 
     @contextmanager
@@ -119,31 +132,30 @@ class DividedModule:
             before: a division that the module has already.
         """
         module, world, options = self._module, self._world, self._options
-        trainer, device = module.trainer, world.transport.device
+        trainer = module.trainer
         every = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         check_norms(module, world.layout.world_size, every=every)
-        here = run_conditions(device, str(trainer.precision))
-        conditions = {name: here[name] for name in ("device", "precision")}
         try:
             check_module(module)
             if later and not known_layers(module, options.layers):  # modules may be missing
                 return
-            self.calls = CallStore(module)
-            own = StageDivision(options, module, world, self.calls, conditions)
-            chosen = own.find(FIRST_STEPS[trainer.state.fn or TrainerFn.FITTING])
+            self._calls = CallStore(module)
+            chosen = self._find(FIRST_STEPS[trainer.state.fn or TrainerFn.FITTING])
         except PartitionError:
             if later:
                 return
             raise
         initialise_meta(module, self._seed)
         if chosen is None:
-            division = own.undivided()
+            none = [0] * world.layout.stages
+            whole = Pipeline(module, [], none, options.family, world.transport, recompute=options.recompute)
+            report = self._report(whole)
         else:
             before = before or resume_divided(module, chosen.layers, world.transport, world.layout.stages)
-            division = own.divide(chosen, before)
+            report = self._cut(chosen, before)
         if not options.at_once:  # what is to be divided further gets values when it is: one layer after the other
             materialize(module)
-        pipeline, notes, costs, built = division
+        pipeline = report.pipeline
         pipeline.reductions.dtype = options.reduce_dtype
         pipeline.reductions.scattered = options.shard_optimizer == "gradients"
         forget(module)
@@ -153,9 +165,198 @@ class DividedModule:
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if world.layout.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
-        zero = options.shard_optimizer in (True, "gradients")
-        chosen_by = () if self._choice is None else (f"schedule chosen: {self._choice.reason}",)
-        report = Report(module, pipeline, world.layout, (*notes, *chosen_by), costs, built, options.shard_optimizer)
-        late = partial(own.by_first_batch, pipeline) if chosen is None else None
-        self.run = PipelineRun(module, pipeline, world, self._splitting, report, zero, self._seed, late)
+        report.notes += (f"schedule chosen: {options.chosen_by}",) if options.chosen_by else ()
+        late = partial(self._by_first_batch, pipeline) if chosen is None else None
+        self.run = PipelineRun(module, world, options, report, self._seed, late)
         self._known = names_of(module, options.layers)
+
+    def forget_calls(self, error: BaseException) -> None:
+        """After an error about cuts: forget the calls of an earlier run by which this one was divided, and say so."""
+        if self._calls.used and isinstance(error, CutError | PartitionError):
+            self._calls.forget()
+            error.add_note(_FORGOTTEN)
+
+    # ------------------------------------------------------------------ which layers, and how many for each stage
+
+    def _find(self, step: str) -> Chosen | None:
+        """The layers of the module. Collective over all processes, where an earlier run may have shown them.
+
+        Args:
+            step: the first step that counts in this run.
+
+        Returns:
+            ``None`` if the first batch is to show them: then every rank holds the whole module until then.
+
+        Raises:
+            PartitionError: they are named, and are not there, or there are too few.
+        """
+        module, world, named = self._module, self._world, self._options.layers
+        before = resting(module)
+        if before is not None and named is None:
+            return Chosen(before.layers)
+        clear = known_layers(module, named)
+        by_name = named is not None and not self._asks_for_work(clear)
+        if clear and (by_name or self._options.at_once):
+            return Chosen(clear)
+        known = self._calls.load(), may_be_whole(module, world.transport.device)
+        stored, whole = world.broadcast(known if world.transport.process == 0 else ({}, False), 0)
+        calls = of_step(stored, step)
+        if calls is None and whole and not self._options.at_once:
+            return None
+        if calls is None and not clear:  # another step is better than a guess
+            calls = next(iter(stored.values()), None)
+        if calls is not None:
+            self._calls.used = True
+            return self._choose(calls)
+        return Chosen(clear or find_layers(module, None, self._world.layout.stages))
+
+    def _by_first_batch(self, pipeline: Pipeline, step: str, calls: list[Call]) -> Report:
+        """Divide a module that is whole on all ranks by what its first batch has called.
+
+        Args:
+            pipeline: the module over the ranks.
+            step: the step of the batch.
+            calls: what it has called.
+
+        Raises:
+            PartitionError: it has called fewer layers than there are stages.
+        """
+        if self._world.transport.process == 0:
+            self._calls.save(step, calls)
+        return self._cut(self._choose(calls), whole=pipeline)
+
+    def _choose(self, calls: Sequence[Call]) -> Chosen:
+        """The layers of a module of which it is known what its step calls.
+
+        Raises:
+            PartitionError: there are fewer than stages.
+        """
+        options, ranks, stages = self._options, self._world.layout.pipeline_parallel_size, self._world.layout.stages
+        clear = known_layers(self._module, options.layers)
+        if clear and (options.layers is not None or serves(clear, calls, stages)):
+            work = work_of(calls, [name for name, _ in clear]) if self._asks_for_work(clear) else []
+            return Chosen(clear, work)
+        with warnings.catch_warnings():  # of the number of micro-batches
+            warnings.simplefilter("ignore")
+            repeats = may_repeat(options.family.build(ranks, 4 * ranks, stages=stages))
+        return choose(self._module, calls, stages, passes=MOST_PASSES if repeats else 1)
+
+    def _asks_for_work(self, layers: Layers) -> bool:
+        """Whether the layers are to be balanced by work that parameters do not tell: that of convolutions."""
+        return self._world.layout.stages > 1 and self._options.balance == AUTO and has_convolutions(layers)
+
+    def _cut(self, chosen: Chosen, before: Pipeline | None = None, whole: Pipeline | None = None) -> Report:
+        """Give each rank its stages, and free all other layers. Collective if the balance asks for measured costs.
+
+        Args:
+            chosen: the layer sequence.
+            before: the division that the module has already, which does not change any more.
+            whole: the module, if all ranks hold all of it and its first batch has shown the layers.
+
+        Raises:
+            ConfigurationError: the balance is another one.
+        """
+        module, options = self._module, self._options
+        built, layers, passes = 0, chosen.layers, options.passes
+        if before is None:
+            counts, notes, costs = self._balance(chosen)
+            passes = max(passes, chosen.passes(counts))
+            costs = costs if passes == 1 else None  # they are those of one pass
+            # before most of it is gone
+            built = sum(parameter.nbytes for parameter in module.parameters() if not is_deferred(parameter))
+            if options.balance == AUTO:
+                layers, counts = chosen.closed(counts)
+            if chosen.order:
+                also = f", passes={passes}" * (passes > 1)
+                notes = (f"layers in the order of their calls: {line(module, layers, counts)}{also}", *notes)
+        else:
+            counts, notes, costs = before.balance, (), None
+            if (
+                not isinstance(options.balance, str)
+                and (asked := divide(module, layers, len(counts), options.balance)) != counts
+            ):
+                raise ConfigurationError(
+                    f"balance asks for {asked} layers in the stages; an earlier run has divided them as {counts}.",
+                    hint="Leave balance out, or gather the module after that run: trainer.strategy.whole_module()",
+                )
+        if whole is not None:
+            undivided.divide(whole, layers, counts, passes, deferred_batch_norm=options.deferred_batch_norm)
+            return self._report(whole, notes, costs, built)
+        pipeline = Pipeline(
+            module,
+            layers,
+            counts,
+            options.family,
+            self._world.transport,
+            recompute=options.recompute,
+            deferred_batch_norm=options.deferred_batch_norm,
+            passes=passes if before is None else before.passes,
+            before=before,
+        )
+        pipeline.partition()
+        return self._report(pipeline, notes, costs, built)
+
+    def _report(self, pipeline: Pipeline, *found: Any) -> Report:
+        return Report(self._module, pipeline, self._world.layout, self._options.shard_optimizer, *found)
+
+    def _balance(self, chosen: Chosen) -> tuple[list[int], tuple[str, ...], Costs | None]:
+        """The layers of each stage, the same on all processes, with notes and costs of the `Report`."""
+        module, world, layout = self._module, self._world, self._world.layout
+        layers, balance, stages, notes = chosen.layers, self._options.balance, layout.stages, list[str]()
+        if layout.tensor_parallel_size > 1 and balance in ("time", "memory"):
+            raise ConfigurationError(
+                f"balance={balance!r} measures layers on each process by itself, and with tensor_parallel_size="
+                f"{layout.tensor_parallel_size} several compute each together.",
+                hint="Use balance='parameters', 'flops', or a list.",
+            )
+        by: str = "parameters" if balance == AUTO else balance if isinstance(balance, str) else "the given costs"
+        measured = found = None
+        if balance == "time" or balance == "memory":
+            here = run_conditions(world.transport.device, str(module.trainer.precision))
+            conditions = {name: here[name] for name in ("device", "precision")}
+            known = stored(module, layers, conditions) if world.transport.process == 0 else None
+            found = world.broadcast(known, 0)
+            if found is not None:
+                in_flight, again = self._in_flight() if balance == "memory" else 1, self._options.recompute != "never"
+                measured = found.layer_costs(balance, in_flight, recompute=again)
+        if balance == AUTO and chosen.work:
+            balance, by, measured = "time", "work", chosen.work
+        counts = divide(module, layers, stages, balance, measured)
+        costs = layer_costs(module, layers, balance, measured)
+        if costs is not None:
+            notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
+        of_stages = None if found is None else stage_costs(found, counts, min(found.sizes), [1] * stages)
+        return counts, tuple(notes), of_stages
+
+    def _in_flight(self) -> int:
+        """The most micro-batches of which a stage holds the activations at the same time."""
+        options, ranks, stages = self._options, self._world.layout.pipeline_parallel_size, self._world.layout.stages
+        if options.recompute != "never":
+            return 1
+        number = options.micro_batches if isinstance(options.micro_batches, int) else 4 * ranks
+        with warnings.catch_warnings():  # the numbers of micro-batches that come are not known yet
+            warnings.simplefilter("ignore")
+            schedule = options.family.build(ranks, number, stages=stages)
+        peak = max(simulate(schedule).peak_activations)
+        return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
+
+
+def names_of(module: pl.LightningModule, layers: str | Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """The names of parameters and of layers, as far as these show before the module runs."""
+    try:
+        found = known_layers(module, layers)
+    except PartitionError:
+        found = []
+    return [name for name, _ in module.named_parameters()], [name for name, _ in found]
+
+
+def may_be_whole(module: nn.Module, device: torch.device) -> bool:
+    """Whether every rank may hold the whole module until its first batch: it is built, and leaves its device room."""
+    if any(is_deferred(parameter) or parameter.is_meta for parameter in module.parameters()):
+        return False
+    return device.type != "cuda" or size_of(module) <= torch.cuda.get_device_properties(device).total_memory / 4
+
+
+def has_convolutions(layers: Layers) -> bool:
+    """Whether a layer computes as often with each parameter as its image has places: parameters tell no work."""
+    return any(isinstance(part, ConvNd) for _, layer in layers for part in layer.modules())

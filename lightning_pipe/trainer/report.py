@@ -45,19 +45,19 @@ class Report:
         module: the LightningModule.
         pipeline: the module over the ranks.
         layout: sizes of pipelines and replicas.
+        sharding: what the holders of a parameter divide.
         notes: further lines of the plan.
         costs: of the stages, if they have been measured.
-        built: bytes that every process has built whole.
-        sharding: what the holders of a parameter divide.
+        built: bytes of parameters that every process has built whole.
     """
 
     module: pl.LightningModule
     pipeline: Pipeline
     layout: RunLayout
+    sharding: Sharding
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
     built: int = 0
-    sharding: Sharding = False
     _batches: int = 0
     _samples: int = 0
     _plan: Plan | None = None

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.engine.batch import Cut
-from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.undivided import look
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
@@ -30,12 +29,12 @@ from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.checks import steps_for_every_batch
-from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, BatchSplitting, naming_suspects
+from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, naming_suspects
 from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.gradients import Gradients
+from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.report import Report
-from lightning_pipe.trainer.stage_division import Division
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
@@ -58,15 +57,15 @@ class PipelineRun:
 
     Args:
         module: the LightningModule.
-        pipeline: the module over the ranks.
         world: the processes.
-        splitting: how batches are split into micro-batches.
-        report: tells the user about the training.
-        divides_optimizers: whether the holders of a parameter divide its update, or each updates all it holds.
+        options: the strategy's options.
+        report: tells the user about the training, and has the module over the ranks.
         seed: from which all random streams derive.
         late: divides a module that is whole on all ranks by what its first batch calls; ``None``: it is divided.
 
     Attributes:
+        pipeline: the module over the ranks.
+        report: as given; another one once the first batch has shown the layers.
         gradients: of the training batches.
         loaders: make the loaders that this rank iterates.
         streaming: drives an asynchronous schedule, during ``fit``; ``None`` for all other schedules.
@@ -75,21 +74,19 @@ class PipelineRun:
     def __init__(
         self,
         module: pl.LightningModule,
-        pipeline: Pipeline,
         world: World,
-        splitting: BatchSplitting,
+        options: Options,
         report: Report,
-        divides_optimizers: bool,
         seed: int,
-        late: Callable[[str, list[Call]], Division] | None,
+        late: Callable[[str, list[Call]], Report] | None,
     ) -> None:
-        self.pipeline, self._late = pipeline, late
-        self.report = report
-        self.gradients = Gradients(module, pipeline, divides=divides_optimizers)
+        self.report, self._late = report, late
+        pipeline = self.pipeline = report.pipeline
+        self.gradients = Gradients(module, pipeline, divides=options.shard_optimizer in (True, "gradients"))
         self.loaders = Loaders(module, pipeline, world)
         self.streaming: Streaming | None = None
         self._module, self._world = module, world
-        self._splitter = BatchSplitter(module, pipeline, world, splitting)
+        self._splitter = BatchSplitter(module, pipeline, world, options)
         self._seed, replica = seed, world.transport.replica
         # one after the other, the same on all ranks of a pipeline
         self._seeds = {use: map(partial(mix, seed, use, replica), count()) for use in (_EVALUATION, _TRANSFER)}
@@ -184,10 +181,10 @@ class PipelineRun:
         late, self._late = self._late, None
         if late is None:
             return
-        division = late(name, self._world.broadcast(self._look(name, args), 0))
+        report = late(name, self._world.broadcast(self._look(name, args), 0))
         self.end()
-        self.report.notes += division.notes
-        self.report.costs, self.report.built = division.costs, division.built
+        report.notes = self.report.notes + report.notes
+        self.report = report
         self.begin()
 
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:

@@ -43,13 +43,12 @@ from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.trainer import checks, schedule_choice
 from lightning_pipe.trainer.at_rest import CALL, GATHER_LIMIT, finish_run, gather, resting, size_of
 from lightning_pipe.trainer.checkpoints.divided import Checkpoints
-from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.divided_module import DividedModule
 from lightning_pipe.trainer.launcher import ScriptLauncher, end_with_parent
 from lightning_pipe.trainer.model_sharding import ModelSharding
+from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.processes import Processes
 from lightning_pipe.trainer.run import PipelineRun
-from lightning_pipe.trainer.stage_division import StageOptions, forget_calls
 from lightning_pipe.trainer.world import World, check_world_size
 from lightning_pipe.transport.arrangement import arrange
 
@@ -126,7 +125,6 @@ class PipeStrategy(ParallelStrategy):
 
     strategy_name = "pipe"
 
-    @checks.refusing_old_options
     def __init__(
         self,
         schedule: str | PathLike[str] | Family | Schedule = "1f1b",
@@ -173,12 +171,21 @@ class PipeStrategy(ParallelStrategy):
         self._layout: RunLayout | None = None
         dtype = None if reduce_dtype is None else torch.bfloat16
         self.sharding = ModelSharding(shard_optimizer, tensor_parallel_size, parallelize, dtype, reshard_after_forward)
-        self._splitting = BatchSplitting(
-            *(micro_batches, split_batch, loss_weight, stream_evaluation and tensor_parallel_size == 1),
-            evaluation_micro_batches,
+        self._options = Options(
+            family=self.family,
+            micro_batches=micro_batches,
+            layers=layers,
+            balance=balance,
+            recompute=recompute,
+            deferred_batch_norm=deferred_batch_norm,
+            passes=passes,
+            loss_weight=loss_weight,
+            split_batch=split_batch,
+            stream_evaluation=stream_evaluation and tensor_parallel_size == 1,
+            evaluation_micro_batches=evaluation_micro_batches,
+            shard_optimizer=shard_optimizer,
+            reduce_dtype=dtype,
         )
-        own = layers, balance, self.family, recompute, deferred_batch_norm, micro_batches, passes
-        self._stages = StageOptions(*own, shard_optimizer, dtype)
         self._choice: schedule_choice.ScheduleChoice | None = None
         self._divided: DividedModule | None = None
         self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
@@ -187,7 +194,7 @@ class PipeStrategy(ParallelStrategy):
         self._changed = ExitStack()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._splitting.micro_batches!r})"
+        return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._options.micro_batches!r})"
 
     # ------------------------------------------------------------------ facts
 
@@ -292,9 +299,8 @@ class PipeStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         by_module = self.sharding.connect(module, processes.connected)
-        stages = replace(self._stages, at_once=self.sharding.at_once(module))
-        own = stages, self._splitting, self._choice, seed, self._changed
-        divided = self._divided = DividedModule(module, processes.connected, *own)
+        options = replace(self._options, at_once=self.sharding.at_once(module))
+        divided = self._divided = DividedModule(module, processes.connected, options, seed, self._changed)
         self._changed.enter_context(divided.configuring(by_module=by_module))
         # callbacks that copy the module in their `setup` must find it divided
         if not by_module:
@@ -302,7 +308,7 @@ class PipeStrategy(ParallelStrategy):
 
     def _choose(self) -> None:
         """Choose the schedule."""
-        own, ranks, module = self._stages, self.layout.pipeline_parallel_size, self.lightning_module
+        own, ranks, module = self._options, self.layout.pipeline_parallel_size, self.lightning_module
         assert module is not None
         divides = self.sharding.at_once(module)
         of_user = own.micro_batches, self.root_device, self.processes_here, own.recompute
@@ -311,7 +317,9 @@ class PipeStrategy(ParallelStrategy):
         # the most that can be divided stays
         kept = divides or own.shard_optimizer == "gradients" or not found.shard_optimizer
         sharding = own.shard_optimizer if kept else found.shard_optimizer
-        self._stages = replace(own, family=found.family, recompute=found.recompute, shard_optimizer=sharding)
+        self._options = replace(
+            own, family=found.family, recompute=found.recompute, shard_optimizer=sharding, chosen_by=found.reason
+        )
 
     @override
     @contextmanager
@@ -338,7 +346,7 @@ class PipeStrategy(ParallelStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
             if run.pipeline.asynchronous is not None:
-                own = self._stages
+                own = self._options
                 checks.check_asynchronous(trainer, run.pipeline, own.micro_batches, sharded=own.shard_optimizer)
         run.begin()
 
@@ -509,7 +517,7 @@ class PipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        divided = self._stages.shard_optimizer or self.sharding.mesh is not None
+        divided = self._options.shard_optimizer or self.sharding.mesh is not None
         whole = self.pipeline_parallel_size == 1 and not self._save_folder and not divided
         checkpoints = self._checkpoints()
         if not checkpoints.may_save(filepath, alone=whole):
@@ -554,7 +562,8 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        forget_calls(None if self._divided is None else self._divided.calls, exception)
+        if self._divided is not None:
+            self._divided.forget_calls(exception)
         self.processes.fail(exception)
 
     @override

@@ -90,10 +90,10 @@ _ROOMS: dict[str, dict[str, str]] = {
     "trainer": {
         "divided_module": "trainer/test_equality",
         "model_sharding": "sharding/test_refusals",
+        "options": "trainer/test_checks",
         "processes": "faults/test_faults",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
-        "stage_division": "trainer/test_fit",
         "strategy": "trainer/test_equality",
     },
     "trainer/checkpoints": {"entries": "trainer/checkpoints/test_divided"},

@@ -4,53 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_pipe.batches.loss_checks import WEIGHTS, Verdict, remedy
-from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
-from lightning_pipe.batches.split_batch import SplitBatch
+from lightning_pipe.batches.micro_batches import MicroBatches, divide_batch
 from lightning_pipe.batches.suspects import REMEDY, ambiguous
 from lightning_pipe.batches.token_losses import TokenLosses
-from lightning_pipe.config import Auto
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
+from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.world import World
 from lightning_pipe.warn_once import WarnOnce
 
 _WHOLE = "whole, with micro_batches=1: one rank computes at a time."
-
-
-@dataclass(frozen=True)
-class BatchSplitting:
-    """The strategy's options for batches; see `PipeStrategy`.
-
-    Raises:
-        ConfigurationError: an option has a value that is not known.
-    """
-
-    micro_batches: int | Auto = "auto"
-    split_batch: SplitBatch | None = None
-    loss_weight: LossWeight | None = None
-    stream_evaluation: bool = True
-    evaluation_micro_batches: int = 1
-
-    def __post_init__(self) -> None:
-        if self.evaluation_micro_batches < 1:
-            raise ConfigurationError(
-                f"evaluation_micro_batches={self.evaluation_micro_batches}: a batch has at least one.",
-                hint="Use 1, which runs batches whole, or a number of parts that fit.",
-            )
-        if isinstance(self.loss_weight, str) and self.loss_weight != "sum":
-            raise ConfigurationError(
-                f"loss_weight={self.loss_weight!r} is not known.",
-                hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
-            )
 
 
 class BatchSplitter:
@@ -65,7 +37,7 @@ class BatchSplitter:
         options: the strategy's options.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, options: BatchSplitting) -> None:
+    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, options: Options) -> None:
         self._module, self._world, self.options = module, world, options
         self._ranks = pipeline.transport.topology.ranks
         # an asynchronous schedule is made for one number of micro-batches, since its optimizer steps as often

@@ -17,9 +17,9 @@ from lightning_pipe.intercept.kept_state import is_own
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.data.batch_splitter import BatchSplitting
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream
+from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.world import World
 
@@ -43,7 +43,7 @@ class Evaluations:
         user_step: as given.
     """
 
-    def __init__(self, user_step: UserStep, world: World, seeds: Iterator[int], options: BatchSplitting) -> None:
+    def __init__(self, user_step: UserStep, world: World, seeds: Iterator[int], options: Options) -> None:
         self.user_step, self._world, self._seeds, self._options = user_step, world, seeds, options
         self._module, self.pipeline = user_step.module, user_step.pipeline
         # the methods of which a batch has had to run again: each waits for the batches before it
