@@ -31,13 +31,10 @@ class Loaders:
     """
 
     def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World) -> None:
-        self._module, self._pipeline, self._world = module, pipeline, world
+        self._trainer: Any = module.trainer
+        self._pipeline, self._world = pipeline, world
         self.channel = NonBlockingBroadcast(pipeline.transport)
         self.order = DataOrder(module.trainer)
-
-    @property
-    def _trainer(self) -> Any:
-        return self._module.trainer
 
     def loader(self, dataloader: Any) -> Any:
         """The loader that this rank iterates in the place of the user's."""

@@ -6,11 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
-
 from lightning_pipe.trainer.user_step import StepOfBatch
-
-_NOT_YET = object()
 
 
 @dataclass
@@ -19,17 +15,19 @@ class Fetched:
 
     Args:
         number: over all loaders, from 0.
-        item: what the fetcher gave: the batch, its number and that of its loader.
+        batch: the batch, on this device.
+        index: its number in its loader.
+        loader: the number of that.
         last: whether the fetcher knew that it is the last one.
-        batch: the batch on this device.
         step: its step, if this rank has begun it.
         way: the same on its way through the engine.
     """
 
     number: int
-    item: tuple[Any, int, int]
+    batch: Any
+    index: int
+    loader: int
     last: bool
-    batch: Any = _NOT_YET
     step: StepOfBatch | None = None
     way: Any = None
 
@@ -38,7 +36,7 @@ class FetchedBatches:
     """Fetches batches before the loop asks for them, and knows what the loop will do with them.
 
     Args:
-        module: the LightningModule, with its Trainer.
+        trainer: the Trainer.
         loop: Lightning's loop, about to fetch its first batch.
         name: the method that evaluates a batch.
 
@@ -47,8 +45,8 @@ class FetchedBatches:
         current: the batch that the loop has got.
     """
 
-    def __init__(self, module: pl.LightningModule, loop: Any, name: str) -> None:
-        self._module, self._loop, self._name = module, loop, name
+    def __init__(self, trainer: Any, loop: Any, name: str) -> None:
+        self._trainer, self._loop, self._name = trainer, loop, name
         self.fetcher = loop._data_fetcher
         self._queue: deque[Fetched] = deque()
         self._fetched = 0
@@ -64,11 +62,14 @@ class FetchedBatches:
         """Fetch all batches up to one, if there are so many."""
         while self._end is None and self._fetched <= number:
             try:
-                item = next(self.fetcher)
+                batch, index, loader = next(self.fetcher)
+                # as the loop does it, which then finds nothing to move
+                batch = self._trainer.precision_plugin.convert_input(batch)
+                batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=loader)
             except Exception as end:  # also that of the loader: hooks of earlier batches come first, as on one device
                 self._end = end
                 return
-            self._queue.append(Fetched(self._fetched, item, self.fetcher.done))
+            self._queue.append(Fetched(self._fetched, batch, index, loader, self.fetcher.done))
             self._fetched += 1
 
     def find(self, number: int) -> Fetched | None:
@@ -91,20 +92,10 @@ class FetchedBatches:
         self.current = self._queue.popleft()
         return self.current
 
-    def moved(self, fetched: Fetched) -> Any:
-        """A batch on this device, brought there as the loop does it."""
-        if fetched.batch is _NOT_YET:
-            trainer: Any = self._module.trainer
-            batch, number, loader = fetched.item
-            batch = trainer.precision_plugin.convert_input(batch)
-            fetched.batch = type(trainer.strategy).batch_to_device(trainer.strategy, batch, dataloader_idx=loader)
-            fetched.item = (None, number, loader)
-        return fetched.batch
-
     def arguments(self, fetched: Fetched) -> tuple[Any, ...]:
         """What the loop will pass to the step of a batch."""
-        loop, (_, number, loader) = self._loop, fetched.item
+        loop = self._loop
         several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
-        known = loop._build_kwargs(self.moved(fetched), number, loader if several else None)
+        known = loop._build_kwargs(fetched.batch, fetched.index, fetched.loader if several else None)
         arguments: tuple[Any, ...] = loop._build_step_args_from_hook_kwargs(known, self._name)
         return arguments

@@ -64,7 +64,7 @@ class EvaluationStream:
         ranks = [pipeline.placement[0, stage] for stage in range(self._last + 1)]
         self._stages = [stage for stage, rank in enumerate(ranks) if rank == pipeline.transport.rank]
         self._engine = StreamedEvaluation(pipeline)
-        self._batches = FetchedBatches(self._module, loop, name)
+        self._batches = FetchedBatches(self._module.trainer, loop, name)
         self._slot, self._waits = 0, False
         self._changed = ExitStack()
 
@@ -81,7 +81,6 @@ class EvaluationStream:
         self._changed.callback(setattr, channel, "ahead", channel.ahead)
         channel.ahead = self._engine.lag
         self._changed.enter_context(replaced(self._loop, "_data_fetcher", self, gated=False))
-        self._changed.enter_context(replaced(self._module.trainer.strategy, "batch_to_device", self._transferred))
 
     def end(self) -> None:
         """End behind the last batch. Collective over all processes."""
@@ -114,12 +113,7 @@ class EvaluationStream:
                 self._batches.up_to(self._engine.order.begun)
             self._run_to(self._slot - 1 if self._completes else self._slot + self._engine.order.ahead)
         current = self._batches.give()
-        return (self._batches.moved(current), *current.item[1:])
-
-    def _transferred(self, *_: Any, **__: Any) -> Any:
-        """In the place of the strategy's ``batch_to_device``: the loop's current batch is there already."""
-        assert self._batches.current is not None
-        return self._batches.current.batch
+        return current.batch, current.index, current.loader
 
     # ------------------------------------------------------------------ steps
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.pytorch.loops.progress import _BatchProgress
 
@@ -29,13 +28,15 @@ class Fetcher:
 @pytest.fixture
 def batches(request: pytest.FixtureRequest) -> tuple[FetchedBatches, Any]:
     loop = SimpleNamespace(_data_fetcher=Fetcher(*request.param), batch_progress=_BatchProgress())
-    return FetchedBatches(L.LightningModule(), loop, "validation_step"), loop
+    moving = SimpleNamespace(convert_input=lambda batch: batch, batch_to_device=lambda batch, dataloader_idx: batch)
+    trainer = SimpleNamespace(precision_plugin=moving, strategy=moving)
+    return FetchedBatches(trainer, loop, "validation_step"), loop
 
 
 @pytest.mark.parametrize("batches", [(3,)], indirect=True)
 def test_batches_come_in_order_and_end(batches: tuple[FetchedBatches, Any]) -> None:
     fetched, loop = batches
-    assert fetched.find(1).item[0] == "batch 1"  # type: ignore[union-attr]
+    assert fetched.find(1).batch == "batch 1"  # type: ignore[union-attr]
     assert loop._data_fetcher.taken == 2
     assert (fetched.give().number, fetched.given) == (0, 1)
     assert fetched.find(0) is fetched.current
