@@ -11,7 +11,6 @@ VERSIONS = {"lightning": ">=2.6,<2.7", "torchmetrics": ">=1.4,<2"}
 
 _ASKED = "asked as Lightning's own loop does: whether it is left, so that what is in flight is drained before"
 _OWN = "replaced for the time of a run: there is no hook"
-_STEP = "an optimizer step with Lightning's hooks, of a batch that was in flight"
 _ARGUMENTS = "the arguments that the loop will pass to a step, which runs ahead of it"
 _AHEAD = f"fetches the batches of an evaluation, whose steps run ahead of the loop; {_OWN}"
 _COPY = "a copy of the module that is made before its layers are divided is refused"
@@ -99,9 +98,7 @@ NAMES = {
         "_results": "the values of the last call must not be logged again",
     },
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization": {
-        "_make_backward_fn": _STEP,
-        "_make_zero_grad_fn": _STEP,
-        "_optimizer_step": _STEP,
+        "_optimizer_step": f"an optimizer step uses what was set for the batch that steps; {_OWN}",
     },
     "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint": {
         "_monitor_candidates": f"names a file after the state in it: drained before; {_OWN}",

@@ -124,7 +124,7 @@ class PipelineRun:
         self._evaluations = Evaluations(self._step, self._world, self._seeds[_EVALUATION], options)
         self._changed.enter_context(self._evaluations.installed())
         if fitting and self.pipeline.asynchronous is not None:
-            self.streaming = Streaming(self._module, self.pipeline, self._step, self.gradients)
+            self.streaming = Streaming(self._step, self.gradients)
             self.streaming.begin()
             self._changed.callback(self.streaming.end)
         if fitting:  # before what is in flight is drained

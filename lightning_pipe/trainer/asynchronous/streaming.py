@@ -10,20 +10,18 @@ With a pipeline of three ranks a batch finishes two calls after the call that it
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
-from lightning_pipe.engine.asynchronous import AsynchronousPipeline, CallResult
-from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.asynchronous import CallResult
 from lightning_pipe.engine.withheld_gradients import WithheldGradients, withheld_gradients
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.snapshot import Snapshot
@@ -45,30 +43,22 @@ class Streaming:
     flight are drained: further calls without new batches, each with its optimizer step and all of Lightning's hooks.
 
     Args:
-        module: the LightningModule.
-        pipeline: the module over the ranks.
         step: begins the steps of batches.
         gradients: learns after each call who holds which parameter.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, step: UserStep, gradients: Gradients) -> None:
-        self._module, self._pipeline, self._step, self._gradients = module, pipeline, step, gradients
+    def __init__(self, step: UserStep, gradients: Gradients) -> None:
+        assert step.pipeline.asynchronous is not None
+        self._module, self._pipeline, self._asynchronous = step.module, step.pipeline, step.pipeline.asynchronous
+        self._step, self._gradients = step, gradients
         self._hyperparameters = Hyperparameters()
         self._in_flight: dict[int, StepOfBatch] = {}
         self._batches = 0
         self._call = CallResult()
         self._draining = False
         self._changed = ExitStack()
+        self._trainer: Any = self._module.trainer
         self._epoch: Any = self._trainer.fit_loop.epoch_loop
-
-    @property
-    def _asynchronous(self) -> AsynchronousPipeline:
-        assert self._pipeline.asynchronous is not None
-        return self._pipeline.asynchronous
-
-    @property
-    def _trainer(self) -> Any:
-        return self._module.trainer
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -220,22 +210,22 @@ class Streaming:
 
     def drain(self) -> None:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
-        with self._drained():
-            progress = self._epoch.batch_progress.current
+        trainer, epoch, calls, number = self._trainer, self._epoch, self._asynchronous.drain(), 0
+        without_batch = replaced(trainer.strategy, "training_step", lambda: self._train_without_batch(calls))
+        with self._drained(), without_batch:
+            progress = epoch.batch_progress.current
             if progress.processed > progress.completed:  # in a hook at the end of a batch, whose values are due
                 self._log()
-            calls = self._asynchronous.drain()
-            number = 0
             while self._asynchronous.in_flight:
                 number += 1
-                self._run_step(lambda: self._train_without_batch(calls))
+                epoch.automatic_optimization.run(trainer.optimizers[0], epoch.batch_idx, OrderedDict())
                 if self._call.finished:
                     self._log(ahead=number)
             # the pipeline puts its versions of the weights together behind the last call
             next(calls, None)
             self._step.channel.flush()
             # no batch comes out of the next calls: the values of the last one must not be logged again
-            for value in self._epoch._results.values():
+            for value in epoch._results.values():
                 if value.meta.fx == "training_step":
                     value._forward_cache = None
 
@@ -260,28 +250,6 @@ class Streaming:
         return bool(
             ends or stops or self._epoch._num_ready_batches_reached() or self._epoch._should_check_val_fx(data_fetcher)
         )
-
-    def _run_step(self, training_step: Callable[[], Any]) -> None:
-        """Let the optimizer step, with a backward pass and all hooks around it, without a batch.
-
-        Args:
-            training_step: takes the place of the module's.
-        """
-        loop, optimizer, index = self._epoch.automatic_optimization, self._trainer.optimizers[0], self._epoch.batch_idx
-
-        def run() -> ClosureResult:
-            self._module._current_fx_name = "training_step"
-            try:
-                return ClosureResult.from_training_step_output(training_step())
-            finally:
-                self._module._current_fx_name = "optimizer_step"
-
-        closure = Closure(
-            step_fn=run,
-            backward_fn=loop._make_backward_fn(optimizer),
-            zero_grad_fn=loop._make_zero_grad_fn(index, optimizer),
-        )
-        loop._optimizer_step(index, closure)
 
     def _log(self, ahead: int = 0) -> None:
         """Log the values of a batch, as Lightning does after each call.
