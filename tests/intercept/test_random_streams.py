@@ -126,7 +126,7 @@ def test_numbers_drawn_after_a_random_function_do_not_depend_on_the_cut(name: st
     assert found[2].losses == pytest.approx(found[0].losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fractional_max_pool2d", "multi_head_attention_forward", "lstm", "rrelu_"])
+@pytest.mark.parametrize("name", ["multi_head_attention_forward", "rrelu_"])
 def test_a_checkpoint_draws_them_again(name: str) -> None:
     model = Drawing(DRAWS[name])
     plain = pipelined(model, [batch()] * 2, 2, ranks=1, stages=2, layers="layers")
@@ -190,8 +190,10 @@ class NotedLayer(HookedLayer):
         return result + drawn[0] * torch.randn_like(result)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("layer", [DrawingLayer, HookedLayer])
+@pytest.mark.parametrize(
+    ("layer", "recompute"),
+    pairs([DrawingLayer, HookedLayer], ["never", "always"], lambda layer, recompute: layer == recompute),
+)
 def test_draws_of_layers_from_random_and_numpy_do_not_depend_on_the_cut(layer: type[nn.Module], recompute: str) -> None:
     model = LibraryDrawing(layer)
     found = [
@@ -212,8 +214,10 @@ class Quiet(Drawing):
         self.layers = nn.ModuleList((DrawingLayer(), nn.Linear(WIDTH, WIDTH), HookedLayer(), nn.Linear(WIDTH, WIDTH)))
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("make", [Quiet, LibraryDrawing])
+@pytest.mark.parametrize(
+    ("make", "recompute"),
+    pairs([Quiet, LibraryDrawing], ["always", "never"], lambda make, recompute: make == recompute),
+)
 def test_layers_draw_alike_after_their_first_batches(make: Callable[[], nn.Module], recompute: str) -> None:
     found = [
         pipelined(make(), [batch()] * 5, 2, ranks=1, stages=stages, layers="layers", recompute=recompute)
@@ -274,6 +278,8 @@ def noise_of_numpy() -> float:
 
 
 LIBRARIES = [lambda: random.random(), lambda: random.gauss(0.0, 1.0), lambda: np.random.rand(), noise_of_numpy]
+SOME_LIBRARIES = slow_but(LIBRARIES, LIBRARIES[1], LIBRARIES[3])
+"""Normal numbers are fast: both libraries keep the second one of a pair."""
 
 
 def later(draw: Callable[[], float]) -> Callable[[], float]:
@@ -285,7 +291,7 @@ def later(draw: Callable[[], float]) -> Callable[[], float]:
     pairs(
         LIBRARIES,
         [*product([one, random.random, noise_of_numpy], ["never", "always"])],
-        lambda draw, other: draw == other % len(LIBRARIES),
+        lambda draw, other: draw == other % len(LIBRARIES) and other in (1, 4),
     ),
 )
 def test_one_layer_that_first_draws_in_a_later_batch_does_so_alike_on_every_division(
@@ -296,13 +302,13 @@ def test_one_layer_that_first_draws_in_a_later_batch_does_so_alike_on_every_divi
     assert not alike([found[0], curve(1, 0, draw, 3, around)])
 
 
-@pytest.mark.parametrize("draw", LIBRARIES)
+@pytest.mark.parametrize("draw", SOME_LIBRARIES)
 def test_code_around_layers_that_first_draws_in_a_later_batch_does_so_alike(draw: Callable[[], float]) -> None:
     found = [curve(stages, 0, draw, 3, later(draw)) for stages in (1, 2, 4)]
     assert alike(found)
 
 
-@pytest.mark.parametrize("draw", LIBRARIES)
+@pytest.mark.parametrize("draw", SOME_LIBRARIES)
 def test_two_layers_of_one_stage_that_begin_in_one_run_are_an_error(draw: Callable[[], float]) -> None:
     with pytest.raises(CutError, match=r"layer 'layers.1' and layer 'layers.2' draw from Python's or NumPy's"):
         curve(1, 2, draw, 3, one)
@@ -314,7 +320,7 @@ def test_a_layer_and_the_code_around_that_begin_in_one_run_are_an_error() -> Non
         curve(1, 1, random.random, 4, later(random.random))
 
 
-@pytest.mark.parametrize("draw", LIBRARIES)
+@pytest.mark.parametrize("draw", SOME_LIBRARIES)
 def test_layers_that_begin_on_stages_of_their_own_draw_as_if_alone(draw: Callable[[], float]) -> None:
     found = [curve(4, 2, draw, 3, one), curve(4, 2, draw, 3, one, schedule="interleaved")]
     assert alike(found)
@@ -329,7 +335,7 @@ def test_a_number_that_is_drawn_in_every_batch_mends_it() -> None:
     assert alike(found)
 
 
-@pytest.mark.parametrize("draw", LIBRARIES)
+@pytest.mark.parametrize("draw", SOME_LIBRARIES)
 def test_layers_draw_alike_in_evaluations(draw: Callable[[], float]) -> None:
     Batches.number, found = 0, []
 
@@ -380,11 +386,10 @@ def curves(
 @pytest.mark.parametrize(
     "options",
     slow_but(
-        [{}, {"schedule": "interleaved", "stages": 4}, {"recompute": "always"}, {"resumed": True}],
-        {"schedule": "interleaved", "stages": 4},
-        {"resumed": True},
+        [{}, {"schedule": "interleaved", "stages": 4, "resumed": True}, {"recompute": "always"}, {"resumed": True}],
+        {"schedule": "interleaved", "stages": 4, "resumed": True},
     ),
-    ids=["1f1b", "interleaved", "recompute", "resumed"],
+    ids=["1f1b", "interleaved-resumed", "recompute", "resumed"],
 )
 def test_what_programs_draw_does_not_depend_on_the_ranks(options: dict[str, Any]) -> None:
     transport = SingleProcess()
