@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, exchange, is_absent
 from tests.support import processes
+from tests.support.pairs import slow_but
 from tests.support.trainer_runs import QUIET
 
 
@@ -213,7 +214,7 @@ def _validate(process: int, kind: type[ReadsAfter]) -> None:
     trainer.validate(kind(), DataLoader(torch.ones(4, 4), batch_size=2), verbose=False)
 
 
-@pytest.mark.parametrize("use", MODULES)
+@pytest.mark.parametrize("use", slow_but(MODULES, "'net.0'"))
 def test_a_step_cannot_use_the_value_of_another_rank(use: str) -> None:
     with pytest.raises(CutError, match=re.escape(f"{use} needs a value that is not here")) as caught:
         processes.run_trainers(_validate, 2, timeout=60, kind=MODULES[use])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributions as D
 
+from tests.support.pairs import slow_but
 from tests.support.returning_layers import WIDTH, Make, ReturningLayers, assert_crosses_cuts
 
 
@@ -64,6 +65,6 @@ class Model(ReturningLayers):
         return score(found, last(batch)).mean()
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", slow_but(MAKE, "normal", "categorical", "transformed", "several"))
 def test_a_distribution_crosses_a_cut(kind: str) -> None:
     assert_crosses_cuts(lambda: Model(MAKE[kind], Score(kind == "categorical"), rate=0.05))
