@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_pipe.errors import CutError
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.pairs import every_second, pairs
 from tests.support.small_net import WIDTH, Block, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -116,10 +117,13 @@ class BackwardInLayers(Net):
             return out
 
 
-@pytest.mark.parametrize("run", RUNS, ids=["ranks", "stages"])
 @pytest.mark.parametrize(
-    "net",
-    [ByInput, ByHidden, ByTiedWeight, ByTiedLayers, ByScale, Jacobian, ByPosition, Backward, BackwardInLayers],
+    ("net", "run"),
+    pairs(
+        [ByInput, ByHidden, ByTiedWeight, ByTiedLayers, ByScale, Jacobian, ByPosition, Backward, BackwardInLayers],
+        RUNS,
+        every_second,
+    ),
 )
 def test_a_derivative_over_a_cut_raises(net: type[Net], run: dict[str, Any]) -> None:
     assert_same(net(), batches(1), layers="layers", ranks=1)
@@ -165,7 +169,6 @@ class InLayers(Net):
     block = Forces
 
 
-@pytest.mark.parametrize("run", RUNS, ids=["ranks", "stages"])
-@pytest.mark.parametrize("net", [ByLastWeight, ByLastLayer, ByOwn, InLayers])
+@pytest.mark.parametrize(("net", "run"), pairs([ByLastWeight, ByLastLayer, ByOwn, InLayers], RUNS, every_second))
 def test_a_derivative_on_one_stage_is_exact(net: type[Net], run: dict[str, Any]) -> None:
     assert_same(net(), batches(), layers="layers", **run)
