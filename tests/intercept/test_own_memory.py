@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_pipe.errors import CutError
 from tests.support.asynchronous_engine import WIDTH, Block
 from tests.support.engine_runs import assert_same, pipelined
-from tests.support.pairs import slow_but
+from tests.support.pairs import every_second, pairs, slow_but
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -137,8 +137,7 @@ def test_a_layer_must_not_change_a_tensor_that_is_no_buffer(run: dict[str, Any])
         pipelined(net, [batch()], 1, layers="layers", **run)
 
 
-@pytest.mark.parametrize("changed", ["own", "returned", "whole"])
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize(("first", "changed"), pairs(list(FIRST), ["own", "returned", "whole"], every_second))
 def test_changes_in_place_are_refused(first: str, changed: str) -> None:
     for before in (1, 3, 5):
         assert outcome(first, changed, before, {"ranks": 1, "stages": 5}) == "refused", f"before layer {before}"
