@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_pipe.errors import CutError
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.pairs import every_second, pairs, slow_but
 from tests.support.small_net import (
     WIDTH,
     Block,
@@ -75,9 +76,13 @@ class Conjugates(Net):
         return super().body(h, x).imag + first
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
-    "model", [OwnChangedByLayer, BatchChangedByLayer, FilledThroughViews, ViewsAndChunks, Conjugates]
+    ("model", "context"),
+    pairs(
+        [OwnChangedByLayer, BatchChangedByLayer, FilledThroughViews, ViewsAndChunks, Conjugates],
+        [torch.no_grad, torch.inference_mode],
+        every_second,
+    ),
 )
 def test_evaluation_gives_the_loss_of_one_device(model: type[Net], context: Any, run: dict[str, Any]) -> None:
     net, data = model(), batch(5)
@@ -109,7 +114,7 @@ class LeavesOut(Net):
         return {"loss": h.sum(), "hidden": h} if kind % 2 else h.mean()
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("context", slow_but([torch.no_grad, torch.inference_mode], torch.inference_mode))
 def test_an_evaluation_may_leave_layers_out(context: Any, run: dict[str, Any]) -> None:
     net, found, expected = LeavesOut(), [], []
     parts = [batch(5) for _ in range(9)]

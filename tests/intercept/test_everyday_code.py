@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lightning_pipe.engine.pipeline import Pipeline
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.pairs import pairs, slow_but
 from tests.support.small_net import WIDTH, Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -194,14 +195,16 @@ class LastCollected(Net):
         return h + sum(seen)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", slow_but(["never", "always"], "always"))
 def test_values_read_between_layers(run: dict[str, Any], recompute: str) -> None:
     torch.manual_seed(1)
     assert_same(Reads(), batches(), **run, recompute=recompute)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("kind", [Collects, LastCollected], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    pairs([Collects, LastCollected], ["never", "always"], lambda kind, recompute: kind == recompute),
+)
 def test_forward_hooks_on_parts_of_layers(kind: type[Net], run: dict[str, Any], recompute: str) -> None:
     torch.manual_seed(1)
     assert_same(kind(), batches(), **run, recompute=recompute)
@@ -223,7 +226,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe", "Olmoe"])
+@pytest.mark.parametrize("kind", slow_but(["Mixtral", "Qwen2Moe", "Olmoe"], "Mixtral"))
 def test_losses_of_routers(kind: str, run: dict[str, Any]) -> None:
     torch.manual_seed(1)
     options = SIZES | {"num_key_value_heads": 2, "num_experts_per_tok": 2, "output_router_logits": True}
@@ -236,7 +239,7 @@ def test_losses_of_routers(kind: str, run: dict[str, Any]) -> None:
     assert_same(model, tokens(), 2, **{**run, "layers": "model.layers"})
 
 
-@pytest.mark.parametrize("kind", ["Deberta", "DebertaV2"])
+@pytest.mark.parametrize("kind", slow_but(["Deberta", "DebertaV2"], "DebertaV2"))
 def test_relative_positions(kind: str, run: dict[str, Any]) -> None:
     torch.manual_seed(1)
     options = SIZES | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}

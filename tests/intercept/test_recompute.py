@@ -22,6 +22,7 @@ from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.single_process import SingleProcess
 from tests.support.engine_runs import assert_same
+from tests.support.pairs import every_second, pairs, slow_but
 
 Recompute = Literal["never", "except_last", "always"]
 
@@ -84,8 +85,9 @@ class Net(nn.Module):
         return self.norm(x + sum(extra)).square().mean() * scale  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-@pytest.mark.parametrize("recompute", ["always", "except_last"])
+@pytest.mark.parametrize(
+    ("recompute", "schedule"), pairs(["always", "except_last"], ["gpipe", "1f1b", "interleaved"], every_second)
+)
 def test_gradients_are_the_same_to_the_last_bit(recompute: Recompute, schedule: str) -> None:
     torch.manual_seed(0)
     assert_same_bits(Net(), list(torch.randn(12, 8).tensor_split(3)), recompute, schedule=schedule)
@@ -177,8 +179,7 @@ class Forces(nn.Module):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-@pytest.mark.parametrize("make", [Counting, Forces])
+@pytest.mark.parametrize(("make", "schedule"), pairs([Counting, Forces], ["gpipe", "zero_bubble"], every_second))
 def test_the_second_run_finds_what_the_first_one_found(make: Any, schedule: str) -> None:
     data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
     assert_same(InLine(make), data, ranks=2, layers="layers", recompute="always", schedule=schedule)
@@ -205,8 +206,7 @@ class SetsSometimes(InLine):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("recompute", ["always", "except_last"])
-@pytest.mark.parametrize("kind", [InLine, SetsSometimes])
+@pytest.mark.parametrize(("kind", "recompute"), pairs([InLine, SetsSometimes], ["always", "except_last"], every_second))
 def test_the_second_run_finds_nothing_that_later_micro_batches_have_set(kind: Any, recompute: Recompute) -> None:
     torch.manual_seed(0)
     net, parts = kind(Sometimes), [torch.randn(size, 8) for size in (4, 3, 4, 3)]
@@ -276,7 +276,7 @@ CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", slow_but([1, 2], 2))
 @pytest.mark.parametrize("first", [3, 4], ids=["always", "later"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_a_layer_changes_in_place_raises(what: str, first: int, stages: int) -> None:

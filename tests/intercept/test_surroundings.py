@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.pairs import slow_but
 from tests.support.small_net import Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -124,8 +126,13 @@ class Hooked(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "chimera"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    slow_but(
+        product(("1f1b", "interleaved", "zero_bubble", "chimera"), ("never", "always")),
+        *(("interleaved", "always"), ("zero_bubble", "never")),
+    ),
+)
 def test_hooks_of_layers_run_where_the_layers_do(schedule: str, recompute: str) -> None:
     data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
     assert_same(Hooked(), data, schedule=schedule, recompute=recompute, layers="layers")

@@ -13,7 +13,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.skip import put, take
 from lightning_pipe.transport.nonblocking_broadcast import PURPOSES, NonBlockingBroadcast
 from tests.support.engine_runs import pipelined
-from tests.support.pairs import pairs
+from tests.support.pairs import every_second, pairs
 from tests.support.small_net import WIDTH, Block, Net, batch, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -300,8 +300,10 @@ class LentCopy(LentView):
         return h[0].clone()
 
 
-@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("model", [Shares, LentCopy, ReadsOften])
+@pytest.mark.parametrize(
+    ("model", "context"),
+    pairs([Shares, LentCopy, ReadsOften], [torch.inference_mode, torch.no_grad], every_second),
+)
 def test_what_changes_in_place_is_new_on_other_ranks(model: type[Twice], context: Any) -> None:
     net, data = model(), batch(5)
     for found in evaluated(net, data, context, ranks=2):
@@ -330,8 +332,10 @@ class ChangedView(Twice):
         return self.layers[3](g) + h
 
 
-@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("model", [ChangedView, LentView, ViewOfCopy])
+@pytest.mark.parametrize(
+    ("model", "context"),
+    pairs([ChangedView, LentView, ViewOfCopy], [torch.inference_mode, torch.no_grad], every_second),
+)
 def test_a_change_in_place_that_another_rank_would_not_see_raises(model: type[Twice], context: Any) -> None:
     with pytest.raises(CutError, match="is changed in place, another tensor shares its memory") as caught:
         evaluated(model(), batch(5), context, ranks=2)
