@@ -44,9 +44,9 @@ def fit(strategy: Any, devices: int, epochs: int, ckpt_path: Path | None = None,
                 trainer.save_checkpoint(save)  # while parameters are whole, for the evaluation
 
         trainer.callbacks.append(Save())
-    batches = oracle.loader(entry.batches(3))
+    batches = oracle.loader(entry.batches(2))
     trainer.fit(module, batches, oracle.loader(entry.batches(1)), ckpt_path=ckpt_path, weights_only=False)
-    tested = trainer.test(module, oracle.loader(entry.batches(2)), verbose=False)
+    tested = trainer.test(module, oracle.loader(entry.batches(1)), verbose=False)
     return oracle.state_of(module), tested[0]["test_loss"]
 
 
@@ -64,7 +64,7 @@ def fit_divided(process: int, save: Path, ckpt_path: Path | None = None) -> dict
         num_sanity_val_steps=0,
         **QUIET,
     )
-    batches, held_out = oracle.loader(entry.batches(3)), oracle.loader(entry.batches(1))
+    batches, held_out = oracle.loader(entry.batches(2)), oracle.loader(entry.batches(1))
     trainer.fit(entry.build(), batches, held_out, ckpt_path=ckpt_path, weights_only=False)
     trainer.save_checkpoint(save)
     return weights.found
@@ -80,9 +80,9 @@ def fit_and_test_anew(folder: Path) -> tuple[str, float]:
     strategy = PipeStrategy(micro_batches=2, **sizes, save_distributed_checkpoint=True)
     options: Any = {"accelerator": "cpu", "devices": 4, "use_distributed_sampler": False, **QUIET}
     trainer = L.Trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **options)
-    trainer.fit(module, oracle.loader(entry.batches(3)))
+    trainer.fit(module, oracle.loader(entry.batches(2)))
     trainer.save_checkpoint(path)
-    tested = trainer.test(entry.build(), oracle.loader(entry.batches(2)), path, verbose=False, weights_only=False)
+    tested = trainer.test(entry.build(), oracle.loader(entry.batches(1)), path, verbose=False, weights_only=False)
     try:
         trainer.test(module, oracle.loader(entry.batches(2)), verbose=False)
     except ConfigurationError as error:
