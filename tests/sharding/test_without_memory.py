@@ -181,7 +181,6 @@ def divide_wide(layer: nn.Module, mesh: Any) -> None:
     ("way", "layout"),
     slow_but(
         product(("recorded", "pretrained", "configure_model"), LAYOUTS),
-        ("recorded", "2x2x1"),
         ("pretrained", "2x1x2"),
     ),
 )
