@@ -106,6 +106,7 @@ def host_reads() -> int:
     return ctypes.string_at(tensor.data_ptr(), 1)[0]
 
 
+@pytest.mark.slow  # as all rehearsals in protected memory, which need a process of their own
 def test_the_host_cannot_read_protected_memory() -> None:
     assert rehearse(host_reads) in range(256)
     with pytest.raises(RehearsalError, match="ended with code -11"):
