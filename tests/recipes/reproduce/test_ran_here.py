@@ -22,7 +22,7 @@ from tests.support.threads import run_threads, thread_world
 
 
 def test_update_rules() -> None:
-    rows = rules(ranks=2, batches=6, tolerance="1e-12").rows
+    rows = rules(ranks=2, batches=4, tolerance="1e-12").rows
     assert {row.verdict for row in rows} == {"reproduced"}
     assert len(rows) > 10
 
