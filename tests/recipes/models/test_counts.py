@@ -18,6 +18,7 @@ from recipes.models import (
     gpt2_chimera,
     resnet101,
 )
+from tests.support.pairs import slow_but
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -38,31 +39,31 @@ TPU = {"classes": 1001, "wiring": "tpu"}
     ("make", "parameters"),
     [
         (partial(AmoebaNet, "d", 18, 208), 81_505_540),
-        (partial(AmoebaNet, "d", 18, 416), 319_024_120),
-        (partial(AmoebaNet, "d", 18, 544), 542_734_840),
+        pytest.param(partial(AmoebaNet, "d", 18, 416), 319_024_120, marks=pytest.mark.slow),
+        pytest.param(partial(AmoebaNet, "d", 18, 544), 542_734_840, marks=pytest.mark.slow),
         pytest.param(partial(AmoebaNet, "d", 36, 544), 1_055_832_376, marks=pytest.mark.slow),
         pytest.param(partial(AmoebaNet, "d", 72, 512), 1_844_858_344, marks=pytest.mark.slow),
         (partial(AmoebaNet, "d", 18, 208, **TPU), 81_140_766),
-        (partial(AmoebaNet, "d", 18, 416, **TPU), 317_548_353),
-        (partial(AmoebaNet, "d", 18, 544, **TPU), 540_204_945),
+        pytest.param(partial(AmoebaNet, "d", 18, 416, **TPU), 317_548_353, marks=pytest.mark.slow),
+        pytest.param(partial(AmoebaNet, "d", 18, 544, **TPU), 540_204_945, marks=pytest.mark.slow),
         pytest.param(partial(AmoebaNet, "d", 36, 544, **TPU), 1_053_302_481, marks=pytest.mark.slow),
         pytest.param(partial(AmoebaNet, "d", 72, 512, **TPU), 1_842_618_441, marks=pytest.mark.slow),
         (partial(AmoebaNet, "b", 18, 512, **TPU), 557_286_057),
         (partial(AmoebaNet, "b", 18, 512, wiring="tpu"), 557_277_864),
         (bert48, 669_790_012),
         (gpt2_chimera, 1_389_327_360),
-        (partial(gpt2_chimera, layers=32), 759_649_280),
+        pytest.param(partial(gpt2_chimera, layers=32), 759_649_280, marks=pytest.mark.slow),
         (partial(GPipeTransformer, 3), 282_182_912),
-        (partial(GPipeTransformer, 13), 785_765_632),
+        pytest.param(partial(GPipeTransformer, 13), 785_765_632, marks=pytest.mark.slow),
         (partial(GPipeTransformer, 103), 5_318_010_112),
         pytest.param(partial(GPipeTransformer, 415), 21_029_790_976, marks=pytest.mark.slow),
         (resnet101, 44_549_160),
         (partial(UNet, 5, 64), 232_687_328),
-        (partial(UNet, 6, 72), 362_157_516),
-        (partial(UNet, 11, 128), 2_213_834_176),
-        (partial(UNet, 24, 128), 4_993_859_008),
-        (partial(UNet, 24, 160), 7_802_903_600),
-        (partial(UNet, 48, 160), 15_822_206_000),
+        pytest.param(partial(UNet, 6, 72), 362_157_516, marks=pytest.mark.slow),
+        pytest.param(partial(UNet, 11, 128), 2_213_834_176, marks=pytest.mark.slow),
+        pytest.param(partial(UNet, 24, 128), 4_993_859_008, marks=pytest.mark.slow),
+        pytest.param(partial(UNet, 24, 160), 7_802_903_600, marks=pytest.mark.slow),
+        pytest.param(partial(UNet, 48, 160), 15_822_206_000, marks=pytest.mark.slow),
     ],
     # not the function: its address would name the test, differently in each of the test runner's processes
     ids=lambda value: f"{value:,}" if isinstance(value, int) else getattr(value, "func", value).__name__,
@@ -77,7 +78,7 @@ def test_the_largest_transformer_of_gpipe() -> None:
     assert small + (1663 - 103) * (larger - small) == 83_876_914_432
 
 
-@pytest.mark.parametrize(("layers", "cells"), [(18, 24), (36, 42), (72, 78)])
+@pytest.mark.parametrize(("layers", "cells"), slow_but([(18, 24), (36, 42), (72, 78)], (18, 24)))
 def test_amoebanet_has_six_layers_besides_its_normal_cells(layers: int, cells: int) -> None:
     assert len(on_meta(partial(AmoebaNet, "d", layers, 64)).layers) == cells  # type: ignore[arg-type]
 
@@ -86,9 +87,9 @@ def test_amoebanet_has_six_layers_besides_its_normal_cells(layers: int, cells: i
     ("size", "shared", "separate"),
     [
         ((6, 8192, 16), "0.408", "0.474"),
-        ((24, 8192, 16), "1.239", "1.305"),
-        ((12, 16384, 32), "1.239", "1.305"),
-        ((32, 16384, 32), "3.086", "3.152"),
+        pytest.param((24, 8192, 16), "1.239", "1.305", marks=pytest.mark.slow),
+        pytest.param((12, 16384, 32), "1.239", "1.305", marks=pytest.mark.slow),
+        pytest.param((32, 16384, 32), "3.086", "3.152", marks=pytest.mark.slow),
         pytest.param((64, 16384, 32), "6.041", "6.107", marks=pytest.mark.slow),
     ],
 )
