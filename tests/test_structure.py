@@ -17,13 +17,13 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 7220,
-    "trainer": 6810,
-    "engine": 3960,
+    "intercept": 6980,
+    "trainer": 6540,
+    "engine": 3800,
     "schedules": 3230,
     "planning": 2350,
     "transport": 2000,
-    "parameters": 1730,
+    "parameters": 1700,
     "construction": 1500,
     "partition": 1360,
     "simulate": 1150,
@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 313, 127, 33
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 292, 125, 32
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""

@@ -197,10 +197,9 @@ class StepTraces:
         again = is_recomputing()
         # a rank that holds the last stage alone completes every run, unless that comes back to an earlier stage
         complete = not (pipeline.ends_early or may_repeat or again)
-        several = pipeline.family.pipes > 1 and pipeline.synchronous  # ranks complete micro-batches
-        pipes = several and traces.micro_batches > 1 and not again
+        several_complete = pipeline.family.pipes > 1 and pipeline.synchronous and traces.micro_batches > 1 and not again
         noting_hooks = self.hooks.noting(lambda hooks: traces.end_run(hooks, complete=complete))
-        taking = untouched(self.of_layers.around) if again or may_repeat or pipes else nullcontext()
+        taking = untouched(self.of_layers.around) if again or may_repeat or several_complete else nullcontext()
         if complete:
             with noting_hooks, taking:
                 yield
@@ -213,7 +212,7 @@ class StepTraces:
                 complete = not again
                 traces.before += [kept, *others.values()] if may_repeat else ()
             finally:
-                for change in kept.changes() if complete and pipes else ():  # which other ranks do not see
+                for change in kept.changes() if complete and several_complete else ():  # which other ranks do not see
                     raise in_several_pipes(f"self.{name_of(change)}")
                 if not complete:
                     # (a recomputation is put back once more around it, and its graph holds the tensors of now)
