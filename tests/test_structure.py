@@ -18,7 +18,7 @@ LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
     "intercept": 6980,
-    "trainer": 6540,
+    "trainer": 6560,
     "engine": 3800,
     "schedules": 3230,
     "planning": 2350,

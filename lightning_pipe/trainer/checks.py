@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import lightning.pytorch as pl
 import torch
@@ -35,6 +36,25 @@ _OTHER_PRECISIONS = (
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 # Entries of parameter groups by which optimizers of other packages clip by themselves, as LAMB does.
 _OWN_CLIPPING = ("max_grad_norm", "clip_grad_norm", "grad_clip_norm")
+_OLD_OPTIONS = {
+    "whole_batches": "every rank has whole batches now",
+    "reproducible_rng": "random numbers always depend on seed, step, micro-batch and layer alone",
+}
+"""Options that `PipeStrategy` had, and what is so without them."""
+
+P = ParamSpec("P")
+
+
+def refusing_old_options(create: Callable[P, None]) -> Callable[P, None]:
+    """Let a constructor answer options that it had in earlier versions, by a `ConfigurationError`."""
+
+    @wraps(create)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        for name in options.keys() & _OLD_OPTIONS:
+            raise ConfigurationError(f"The option '{name}' is gone: {_OLD_OPTIONS[name]}.", hint="Leave it out.")
+        create(*args, **options)
+
+    return checked
 
 
 def check_options(timeout: object, reduce_dtype: object, passes: int, limit: object) -> None:

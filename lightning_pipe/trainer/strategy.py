@@ -125,6 +125,7 @@ class PipeStrategy(ParallelStrategy):
 
     strategy_name = "pipe"
 
+    @checks.refusing_old_options
     def __init__(
         self,
         schedule: str | PathLike[str] | Family | Schedule = "1f1b",

@@ -102,6 +102,8 @@ def test_several_optimizers() -> None:
     ("options", "kind", "message"),
     [
         ({"schedule": "1f1c"}, ScheduleError, "Did you mean '1f1b'"),
+        ({"reproducible_rng": True}, ConfigurationError, "'reproducible_rng' is gone: random numbers always depend on"),
+        ({"whole_batches": True}, ConfigurationError, "every rank has whole batches now.\nHint: Leave it out"),
         ({"shard_optimizer": "all"}, ConfigurationError, "shard_optimizer='all' is not supported"),
         ({"reduce_dtype": "float16"}, ConfigurationError, "reduce_dtype='float16' is not supported"),
         ({"pipeline_parallel_size": 3}, ConfigurationError, "pipeline_parallel_size=1"),
