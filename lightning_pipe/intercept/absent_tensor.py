@@ -280,12 +280,9 @@ def _without_absent(func: Callable[..., Any], name: str, args: Any, kwargs: Any,
             return [arg[position] for position in positions]
         return arg
 
-    gone = [
-        position
-        for position in range(length)
-        if any(len(each) == length and isinstance(each[position], AbsentTensor) for each in lists)
-    ]
-    kept = [position for position in range(length) if position not in gone]
+    columns = [[each[position] for each in lists if len(each) == length] for position in range(length)]
+    absent = [next((each for each in column if isinstance(each, AbsentTensor)), None) for column in columns]
+    kept = [position for position, sample in enumerate(absent) if sample is None]
     results: list[Any] = [None] * length
     if kept:
         found = func(*(select(arg, kept) for arg in args), **{key: select(arg, kept) for key, arg in kwargs.items()})
@@ -293,16 +290,14 @@ def _without_absent(func: Callable[..., Any], name: str, args: Any, kwargs: Any,
             results[position] = result
     changed = changed_in_place(name, args, kwargs)
     for position, tensor in enumerate(changed):
-        if position in gone and not isinstance(tensor, AbsentTensor):
+        if absent[position] is not None and not isinstance(tensor, AbsentTensor):
             _lose(tensor, name, _origin([select(arg, [position]) for arg in lists]))
     if changed:
         return args[0]
-    for position in gone:
-        sample = next(
-            each[position] for each in lists if len(each) == length and isinstance(each[position], AbsentTensor)
-        )
-        shape = sample.new_zeros(()) if name in ("_foreach_norm", "_foreach_max") else sample
-        results[position] = _like(shape, sample, origin)
+    for position, sample in enumerate(absent):
+        if sample is not None:
+            shape = sample.new_zeros(()) if name in ("_foreach_norm", "_foreach_max") else sample
+            results[position] = _like(shape, sample, origin)
     return results
 
 

@@ -58,14 +58,6 @@ Found = tuple[Any, Change]
 """A difference, and the list, dictionary, object or other thing in which it is."""
 
 
-class Done(dict[int, Any]):
-    """What stands in the place of each node that has been put back, or is being put back, by its ``id``."""
-
-    def __init__(self, for_now: bool) -> None:
-        super().__init__()
-        self.for_now = for_now
-
-
 class Node:
     """Something whose content can change, a dictionary if nothing else is said: remembers the content.
 
@@ -88,15 +80,23 @@ class Node:
         """The present content."""
         return dict(self.owner)
 
-    def undo(self, done: Done) -> Any:
-        """Put the content back, unless that is done, or under way; returns what to hold in the place of the owner."""
+    def undo(self, done: dict[int, Any], for_now: bool) -> Any:
+        """Put the content back; see `Snapshot.undo`.
+
+        Args:
+            done: by the ``id`` of nodes for which that is done, or under way, what stands in the place of their owners.
+            for_now: whether copies may stand for tensors.
+
+        Returns:
+            What to hold in the place of the owner.
+        """
         if id(self) not in done:
             done[id(self)] = self.owner  # what it holds may hold it
-            done[id(self)] = self._undo(done)
+            done[id(self)] = self._undo(done, for_now)
         return done[id(self)]
 
-    def _undo(self, done: Done) -> Any:
-        before = {key: value if node is None else node.undo(done) for key, (value, node) in self.kept.items()}
+    def _undo(self, done: dict[int, Any], for_now: bool) -> Any:
+        before = {key: value if node is None else node.undo(done, for_now) for key, (value, node) in self.kept.items()}
         now = self.items()
         same = before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
         return self.owner if same else self._filled(before, now)
@@ -199,7 +199,7 @@ class _Set(Node):
         self.owner, self.elements = owner, set(owner)
 
     @override
-    def _undo(self, done: Done) -> Any:
+    def _undo(self, done: dict[int, Any], for_now: bool) -> Any:
         if self.owner != self.elements:
             refill(self.owner, self.elements)
         return self.owner
@@ -229,10 +229,10 @@ class _Tensor(Node):
         return self.version is None and self.former is not None and not same_values(self.owner, self.former)
 
     @override
-    def _undo(self, done: Done) -> Any:
+    def _undo(self, done: dict[int, Any], for_now: bool) -> Any:
         if not self._changed():
             return self.owner
-        if done.for_now and self.former is not None:
+        if for_now and self.former is not None:
             return self.former
         if self.former is None:
             raise CutError(

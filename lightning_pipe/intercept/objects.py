@@ -36,7 +36,7 @@ class ObjectStates:
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        self.objects = list(_objects(leaves))
+        self.objects = objects_of(leaves)
         self._before = [_content(each) for each in self.objects]
 
     def _changed(self) -> Iterator[tuple[int, Any]]:
@@ -98,7 +98,21 @@ def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequen
 
 def objects_of(leaves: Sequence[Any]) -> list[Any]:
     """The objects that the leaves of a call's arguments lead to, in an order that is the same on all ranks."""
-    return list(_objects(leaves))
+    found, seen = list[Any](), set[int]()
+    # A stack, and what it gets is reversed: objects come in the order of arguments and attributes, as on all ranks.
+    pending = [*reversed(leaves)]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, _CONTAINERS):
+            seen.add(id(value))
+            pending += reversed([*(value.values() if isinstance(value, dict) else value)])
+        if is_opaque(value):  # a class that is derived from a list or dictionary has attributes, too
+            seen.add(id(value))
+            found.append(value)
+            pending += reversed([*attributes_of(value).values()])
+    return found
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -107,27 +121,6 @@ def _merged(old: Any, new: Any) -> Any:
         return new
     refill(old, new)
     return old
-
-
-def _objects(values: Sequence[Any]) -> Iterator[Any]:
-    seen: set[int] = set()
-    # A stack, and what it gets is reversed: objects come in the order of arguments and attributes, as on all ranks.
-    pending = [*reversed(values)]
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        if isinstance(value, _CONTAINERS):
-            seen.add(id(value))
-            pending += reversed(_items(value))
-        if is_opaque(value):  # a class that is derived from a list or dictionary has attributes, too
-            seen.add(id(value))
-            yield value
-            pending += reversed([*attributes_of(value).values()])
-
-
-def _items(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
 
 
 def is_opaque(leaf: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipe.intercept.contents import MISSING, Attributes, Change, Done, Node, equal_plain
+from lightning_pipe.intercept.contents import MISSING, Attributes, Change, Node, equal_plain
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 # Parameters and submodules are not looked at: a step leaves them as they are. Buffers change in forward passes.
@@ -67,9 +67,9 @@ class Snapshot:
                 and their values may be needed by graphs meanwhile.
         """
         with DisableTorchFunction():
-            done = Done(for_now)
+            done: dict[int, Any] = {}
             for node in self._nodes.values():
-                node.undo(done)
+                node.undo(done, for_now)
 
     def narrow(self) -> bool:
         """Count from now on what has become different so far, and nothing else; whether anything has."""

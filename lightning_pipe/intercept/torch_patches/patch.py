@@ -17,13 +17,7 @@ if TYPE_CHECKING:
     from lightning_pipe.intercept.turns.run import TurnRun
 
 
-class _Local(threading.local):
-    """Of one thread: tells which stage runs."""
-
-    current: Callable[[], StageRun | TurnRun | None] | None = None
-
-
-_local = _Local()
+_local = threading.local()  # ``current`` tells which stage runs
 
 
 def current_run() -> StageRun | TurnRun | None:
@@ -32,7 +26,7 @@ def current_run() -> StageRun | TurnRun | None:
     Threads can be ranks of their own: a replacement asks for the run of its own thread, and does what torch does where
     there is none.
     """
-    current = _local.current
+    current: Callable[[], StageRun | TurnRun | None] | None = getattr(_local, "current", None)
     return None if current is None else current()
 
 
@@ -46,7 +40,7 @@ def installed(places: Iterable[Place], current: Callable[[], StageRun | TurnRun 
         places: what is replaced in torch.
         current: which stage runs in this thread.
     """
-    before = _local.current
+    before = getattr(_local, "current", None)
     if before is current:
         yield
         return
