@@ -38,13 +38,6 @@ class Repeated(NamedTuple):
     leaf: int
 
 
-class Seen(NamedTuple):
-    """A tensor that a forward hook inside the layer has been given, under this number."""
-
-    number: int
-    spec: TensorSpec
-
-
 class Shape(tuple[int, ...]):
     """A `torch.Size` in one piece, in which samples may be counted."""
 
@@ -123,6 +116,11 @@ class CallRecord(NamedTuple):
     hook: tuple[str, int] | None = None
     drawn: tuple[bytes, ...] = ()
     changing: tuple[Place, ...] = ()
+
+    @property
+    def new_numbers(self) -> tuple[int, ...]:
+        """The numbers of the leaves that are tensors and no arguments; the other numbers are of what has changed."""
+        return self.numbers[len(self.numbers) - sum(isinstance(leaf, TensorSpec) for leaf in self.leaves) :]
 
     @property
     def is_plain(self) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import LEAF, PLAIN, CallRecord, Passed, Repeated, Seen
-from lightning_pipe.intercept.effects import Watch, container_number
+from lightning_pipe.intercept.call_record import LEAF, PLAIN, CallRecord, Passed, Repeated
+from lightning_pipe.intercept.effects import Watch
 from lightning_pipe.intercept.in_place import Noted
 from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.intercept.tracker import Tracker
@@ -54,12 +54,9 @@ def recorded(
     # reversed: of an object that is given twice the first position counts
     position_of = {id(argument): position for position, argument in reversed([*enumerate(arguments)])}
     left = [] if watch is None else [*watch.effects(tracker.numbers.derived, tracker.come_back)]
-    # of an object's tensors most are those that the other ranks know
-    known = [tracker.numbers.of(tensor) for effect, held in left if effect.state is not None for tensor in held]
-    tracker.numbers.shown.update(number for number in known if number is not None)
     whole = (result, [*stashed.values()], [value for _, value in left]) if stashed or left else result
     leaves, structure = ([result], LEAF) if usual else tree_flatten(whole)
-    described, new = described_leaves(tracker, name, leaves, position_of)
+    described, new = described_leaves(name, leaves, position_of)
     tracker.touch(new, f"the result of {name}", new=True)
     mutated = tuple([position_of[id(tensor)] for tensor, *_ in changed])
     # the record says already that these change: their memory needs no lender
@@ -78,7 +75,7 @@ def recorded(
         tuple(stashed),
         popped,
         tuple([effect for effect, _ in left]),
-        None if watch is None else container_number(watch.containers, result),
+        None if watch is None else next((at for at, each in enumerate(watch.containers) if each is result), None),
         tuple(sorted(lent, key=str)),
     )
     if usual and not lent and isinstance(described[0], TensorSpec):
@@ -109,12 +106,11 @@ def _lends_nothing(tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -
 
 
 def described_leaves(
-    tracker: Tracker, name: str, leaves: Sequence[Any], arguments: Mapping[int, int]
+    name: str, leaves: Sequence[Any], arguments: Mapping[int, int]
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
     """A description of every leaf, and the tensors among them that are no arguments, each once.
 
     Args:
-        tracker: knows the tensors that hooks have been given.
         name: the layer or module, for messages.
         leaves: the leaves.
         arguments: the positions of the arguments, by ``id``.
@@ -130,9 +126,7 @@ def described_leaves(
         elif first.setdefault(id(leaf), position) != position:
             described.append(Repeated(first[id(leaf)]))
         elif isinstance(leaf, Tensor):
-            known = tracker.numbers.of(leaf)
-            spec = TensorSpec.of(leaf)
-            described.append(Seen(known, spec) if known is not None and known in tracker.numbers.shown else spec)
+            described.append(TensorSpec.of(leaf))
             new.append(leaf)
         else:
             raise CutError(

@@ -179,11 +179,6 @@ def containers_in(values: Iterable[Any]) -> Iterator[Any]:
             yield from containers_in(value)
 
 
-def container_number(containers: Sequence[Any], value: Any) -> int | None:
-    """The number of the list or dictionary that ``value`` is."""
-    return next((i for i, container in enumerate(containers) if container is value), None)
-
-
 def _contents(container: Any) -> list[Any]:
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
 

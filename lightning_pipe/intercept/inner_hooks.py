@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Unseen
 from lightning_pipe.intercept.describe import described_leaves
 from lightning_pipe.intercept.tracker import Tracker
-from lightning_pipe.torch_internals import is_compiled, tree_flatten, tree_leaves, tree_unflatten
+from lightning_pipe.torch_internals import is_compiled, tree_flatten
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.layer_calls import LayerCalls
@@ -77,14 +76,14 @@ def _showing(
         calls.tracker.calls.append(_describe(calls.tracker, name, (path, number), given, arguments))
         calls.tracker.digest.call(f"{name}.{path}", ())
         # What a hook does counts as code outside layers: stages that skip the layer let it do the same.
-        with _acting(calls.tracker):
+        with acting(calls.tracker):
             return hook(part, *given)
 
     return showing
 
 
 @contextmanager
-def _acting(tracker: Tracker) -> Iterator[None]:
+def acting(tracker: Tracker) -> Iterator[None]:
     """While a hook acts: it is followed, and draws the same random numbers on all stages."""
     surroundings = tracker.surroundings
     surroundings.inner_hook = True
@@ -101,48 +100,11 @@ def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, ar
     leaves, structure = tree_flatten(given)
     position_of = {id(argument): position for position, argument in enumerate(arguments)}
     leaves = [leaf if id(leaf) in position_of or _is_seen(leaf) else Unseen(type(leaf).__qualname__) for leaf in leaves]
-    known = [tracker.numbers.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-    tracker.numbers.shown.update(number for number in known if number is not None)
-    described, new = described_leaves(tracker, name, leaves, position_of)
+    described, new = described_leaves(name, leaves, position_of)
     numbers, differentiable = tracker.numbers.give_all(new)
-    tracker.numbers.shown.update(numbers)
     return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, described, hook=hook)
 
 
 def _is_seen(leaf: Any) -> bool:
     """Whether a hook on another stage can be given a leaf, or what stands for it."""
     return leaf is None or (isinstance(leaf, (*PLAIN, Tensor)) and not isinstance(leaf, nn.Parameter))
-
-
-def act(
-    tracker: Tracker,
-    module: nn.Module,
-    args: Any,
-    kwargs: Any,
-    stand_for: Callable[[CallRecord, Sequence[Any]], tuple[list[Any], list[Tensor]]],
-) -> None:
-    """Let the hooks act that did so when an earlier stage ran a layer.
-
-    Args:
-        tracker: that of the run.
-        module: the layer or outside module.
-        args: what it is given here.
-        kwargs: by name.
-        stand_for: gives what stands for the leaves of a call that is given such arguments, and the tensors among it.
-    """
-    # Each hook that acted has a call of its own in front of the layer's, in the order in which they acted.
-    while (call := tracker.following()) is not None and call.hook is not None:
-        path, number = call.hook
-        tracker.calls.append(call)
-        tracker.digest.call(call.name, ())
-        part, arguments = module.get_submodule(path), tree_leaves((args, kwargs))
-        hooks = list(part._forward_hooks.values())
-        if number >= len(hooks):
-            raise CutError(
-                f"'{call.name}' has {len(hooks)} forward hooks on this stage, and more on the stage that runs it.",
-                hint="Register the same hooks on all ranks.",
-            )
-        leaves, tensors = stand_for(call, arguments)
-        tracker.follow(tensors, call)
-        with _acting(tracker):
-            hooks[number](part, *tree_unflatten(leaves, call.structure))

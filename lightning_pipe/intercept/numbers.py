@@ -26,13 +26,11 @@ class Numbers:
     Attributes:
         token: marks on tensors count with it alone: they may outlive a run, and others mark them anew.
         unfilled: by number why a tensor does not have the value that it has on an earlier stage.
-        shown: those of the tensors that hooks inside layers, and objects, have been given.
         following: the number that the next new tensor gets.
     """
 
     def __init__(self) -> None:
         self.unfilled: dict[int, str] = {}
-        self.shown: set[int] = set()
         self.token = next_token()
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.following = 0

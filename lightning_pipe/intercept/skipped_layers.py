@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated, Seen
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated
 from lightning_pipe.intercept.contents import refill
 from lightning_pipe.intercept.effects import containers_in
-from lightning_pipe.intercept.inner_hooks import act
+from lightning_pipe.intercept.inner_hooks import acting
 from lightning_pipe.intercept.kept_state import Key, now, put, put_all
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
@@ -56,7 +56,7 @@ class SkippedLayers:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         tracker.digest.call(name, arguments, module)
         # the hooks come first: where the layer runs, they acted before it ended and was recorded
-        act(tracker, module, args, kwargs, self._leaves)
+        self._let_hooks_act(module, arguments)
         thorough = tracker.digest.counts_references(len(tracker.calls))
         if thorough and (following := tracker.following()) is not None and following.name == name:
             tracker.digest.refer(
@@ -66,8 +66,8 @@ class SkippedLayers:
         self._cache.state.check_called(name, module)
         tracker.note_read(tensors)
         self.modules.append(module)
-        if call.is_plain:  # as mostly
-            result = self._placeholder_for(call.leaves[0])
+        if call.is_plain and tracker.numbers.find(call.numbers[0]) is None:  # as mostly
+            result = Placeholder.of(call.leaves[0], self._cache.device)
             tracker.follow([result], call)
             return result
         written: list[Tensor] = []
@@ -79,36 +79,58 @@ class SkippedLayers:
             owner = arguments[at] if isinstance(at, int) else vars(module.get_submodule(at[0])).get(at[1])
             if isinstance(owner, Tensor):
                 tracker.in_place.keep(owner)
-        old = self._old(call)
-        if old:
-            tracker.in_place.forget([*old.values()], name)
-        leaves, new = self._leaves(call, arguments, old)
+        # Of which this rank has a value: they may have changed in place where the layer runs, as those of a static
+        # key-value cache do, and are to be asked for again.
+        old = [(number, tracker.numbers.find(number)) for number in call.new_numbers]
+        values = [
+            (number, tensor) for number, tensor in old if not isinstance(tensor, Placeholder | nn.Parameter | None)
+        ]
+        tracker.in_place.forget([tensor for _, tensor in values], name)
+        for number, tensor in values:
+            tracker.numbers.bind(tensor, number)
+        leaves, new = self._leaves(call, arguments)
         tracker.follow([*written, *new], call)
         if call.changing:  # the step may have set it
             self._cache.state.answered(module, call.changing, [effect.where for effect in call.effects])
         for key in call.popped:
             del self._skips[key]
+        whole = tree_unflatten(leaves, call.structure)
         if call.effects or call.container is not None or call.stashed:
-            objects = objects_of(arguments) if any(effect.state is not None for effect in call.effects) else []
-            return self._leave(call, module, leaves, list(containers_in((*args, *kwargs.values()))), objects)
-        return tree_unflatten(leaves, call.structure)
+            return self._leave(call, module, whole, list(containers_in((*args, *kwargs.values()))), arguments)
+        return whole
 
-    def _placeholder_for(self, leaf: TensorSpec | Seen) -> Tensor:
-        """A placeholder, or what stands for the same number already: a forward hook has been given it."""
-        if isinstance(leaf, Seen):
-            found = self._tracker.numbers.find(leaf.number)
-            return Placeholder.of(leaf.spec, self._cache.device) if found is None else found
-        return Placeholder.of(leaf, self._cache.device)
+    def _let_hooks_act(self, module: nn.Module, arguments: Sequence[Any]) -> None:
+        """Let the hooks act that did so when an earlier stage ran a layer."""
+        tracker = self._tracker
+        # Each hook that acted has a call of its own in front of the layer's, in the order in which they acted.
+        while (call := tracker.following()) is not None and call.hook is not None:
+            path, number = call.hook
+            tracker.calls.append(call)
+            tracker.digest.call(call.name, ())
+            part = module.get_submodule(path)
+            hooks = list(part._forward_hooks.values())
+            if number >= len(hooks):
+                raise CutError(
+                    f"'{call.name}' has {len(hooks)} forward hooks on this stage, and more on the stage that runs it.",
+                    hint="Register the same hooks on all ranks.",
+                )
+            leaves, tensors = self._leaves(call, arguments)
+            tracker.follow(tensors, call)
+            with acting(tracker):
+                hooks[number](part, *tree_unflatten(leaves, call.structure))
 
-    def _leaves(
-        self, call: CallRecord, arguments: Sequence[Any], old: Mapping[int, Tensor] = MappingProxyType({})
-    ) -> tuple[list[Any], list[Tensor]]:
-        """What stands for the leaves of a call, and the tensors among them that are no arguments."""
+    def _leaves(self, call: CallRecord, arguments: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
+        """What stands for the leaves of a call, and the tensors among them that are no arguments.
+
+        A tensor may be there already: a forward hook inside the layer has been given it, or an object holds it.
+        """
         leaves: list[Any] = []
         new: list[Tensor] = []
-        for number, leaf in enumerate(call.leaves):
-            if isinstance(leaf, (TensorSpec, Seen)):
-                leaves.append(old[number] if number in old else self._placeholder_for(leaf))
+        numbers = iter(call.new_numbers)
+        for leaf in call.leaves:
+            if isinstance(leaf, TensorSpec):
+                found = self._tracker.numbers.find(next(numbers))
+                leaves.append(Placeholder.of(leaf, self._cache.device) if found is None else found)
                 new.append(leaves[-1])
             elif isinstance(leaf, Passed):
                 leaves.append(arguments[leaf.argument])
@@ -119,10 +141,10 @@ class SkippedLayers:
         return leaves, new
 
     def _leave(
-        self, call: CallRecord, module: nn.Module, leaves: list[Any], containers: list[Any], objects: list[Any]
+        self, call: CallRecord, module: nn.Module, whole: Any, containers: list[Any], arguments: Sequence[Any]
     ) -> Any:
         """Leave behind what the call does besides its result; returns that."""
-        whole = tree_unflatten(leaves, call.structure)
+        objects = objects_of(arguments) if any(effect.state is not None for effect in call.effects) else []
         result, stashed, left = whole if call.stashed or call.effects else (whole, (), ())
         for (where, state), value in zip(call.effects, left, strict=True):
             if not isinstance(where, int):
@@ -136,18 +158,3 @@ class SkippedLayers:
                 put_state(objects[where], state, value, objects)
         self._skips.update(zip(call.stashed, stashed, strict=True))
         return result if call.container is None else containers[call.container]
-
-    def _old(self, call: CallRecord) -> dict[int, Tensor]:
-        """Tensors in objects that a skipped layer has changed, of which this rank has a value, by number of leaf.
-
-        They may have changed in place there, as those of a static key-value cache do: they are to be asked for again.
-        """
-        if all(effect.state is None for effect in call.effects):
-            return {}
-        seen = [(number, leaf) for number, leaf in enumerate(call.leaves) if isinstance(leaf, Seen)]
-        found = {number: self._tracker.numbers.find(leaf.number) for number, leaf in seen}
-        return {
-            number: tensor
-            for number, tensor in found.items()
-            if tensor is not None and not isinstance(tensor, Placeholder)
-        }
