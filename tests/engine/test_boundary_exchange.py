@@ -50,10 +50,16 @@ def over_a_boundary(batches: list[Crossing], used: frozenset[int]) -> list[list[
 
     bodies: list[Callable[[BoundaryExchange], list[Any]]] = [first, second]
 
+    return on_both_ends(lambda exchange: bodies[exchange.transport.rank](exchange))
+
+
+def on_both_ends(body: Callable[[BoundaryExchange], list[Any]]) -> list[list[Any]]:
+    """What two ranks return."""
+
     def run(transport: ThreadTransport) -> list[Any]:
         lanes = (Channel(0, 1, Lane("forward", 0)), Channel(1, 0, Lane("backward", 0)))
         transport.connect(dict.fromkeys(lanes))
-        return bodies[transport.rank](BoundaryExchange(transport))
+        return body(BoundaryExchange(transport))
 
     return run_threads(thread_world(Topology(2)), run)
 
@@ -78,3 +84,28 @@ def test_what_takes_another_path_goes_in_full() -> None:
 def test_without_gradients_nothing_comes_back() -> None:
     back, _ = over_a_boundary([crossing("a", torch.ones(2))], frozenset())
     assert back == [Returned({}, frozenset({0}))]
+
+
+def test_what_has_set_out_keeps_the_plans_that_it_has() -> None:
+    def body(exchange: BoundaryExchange) -> list[int]:
+        sent = []
+        for number in (0, 1):
+            exchange.set_out(number, "shape")
+        for number in range(3):
+            key = KEY._replace(micro_batch=number)
+            if exchange.transport.rank == 0:
+                exchange.send(key, 1, crossing("a", torch.ones(2)))
+                exchange.receive_gradients(key, 1)
+            else:
+                exchange.expect(key, 0)
+                exchange.receive(key, 0)
+                exchange.send_gradients(key, 0, Returned({}, frozenset()))
+            sent.append(exchange.sent.total())
+            if number == 0:
+                exchange.agree((0,))
+                exchange.set_out(2, "shape")
+        exchange.end_batch()
+        return sent
+
+    first, _ = on_both_ends(body)
+    assert first[0] == first[1] == 0 < first[2]
