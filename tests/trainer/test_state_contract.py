@@ -134,7 +134,11 @@ def ended(
 ) -> dict[str, list[Left]]:
     """What each program leaves on each process."""
     options = {"phase": phase, "schedule": schedule, "compared": compared, "accelerator": accelerator}
-    found = processes.run_trainers(several, 2, timeout=30 + 2 * len(names), names=names, **options)
+    seconds = 30.0 + 2 * len(names)
+    outcomes = processes.outcomes(several, 2, timeout=seconds, group_timeout=None, names=names, **options)
+    # a process that was ended by force leaves nothing of any program
+    died = [[Left(error=f"{type(each.error).__name__}: {each.error}")] * len(names) for each in outcomes]
+    found = [each.value or error for each, error in zip(outcomes, died, strict=True)]
     return dict(zip(names, map(list, zip(*found, strict=True)), strict=True))
 
 
