@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from tests.benchmarks.measure import Finding
 from tests.gpu import rehearsal
 from tests.gpu.rehearsal import NOT_REHEARSABLE, rehearsed, verdict
 from tests.gpu.runner import PARTS, ROOT, chosen
-from tests.support.pairs import slow_but
+from tests.gpu.setting import Setting
+from tests.support.fake_cuda.call import rehearse
 
 
 def wrong(rows: list[Finding]) -> list[str]:
     return [f"{row.name}: {verdict(row)}" for row in rows if verdict(row).startswith("WRONG")]
 
 
+def rows_of(name: str) -> list[Finding]:
+    return list(importlib.import_module(f"tests.gpu.{name}").run(Setting(small=True)))
+
+
 @pytest.mark.rehearsed
-@pytest.mark.parametrize("name", slow_but(["named_devices", "one_rank", "delays", "nccl"], "named_devices"))
-def test_a_small_part_is_rehearsed(name: str) -> None:
-    (part,) = chosen([name])
-    rows = rehearsed(part, small=True)
+def test_a_small_part_is_rehearsed() -> None:
+    """In the process of all short rehearsals; slow tests run each part in one of its own."""
+    rows = rehearse(rows_of, "named_devices")
     assert {verdict(row) for row in rows} == {"equal"}, wrong(rows)
 
 

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.batches import loss_checks
+from lightning_pipe.engine import kept_words
 from lightning_pipe.engine.batch import THOROUGH
-from lightning_pipe.engine.kept_words import ENOUGH
 from lightning_pipe.transport.base import Transport
 from tests.support import processes
 from tests.support.trainer_runs import QUIET, quiet
 
 WIDTH, LAYERS, SAMPLES = 32, 8, 16
+ENOUGH, CHECKED = 8, frozenset([0])
+"""As a run learns it in more batches: that words go without saying, and that the loss is a mean."""
 LEARNING = THOROUGH + 1 + ENOUGH
 """Batches that learn: what travels, whether the loss is a mean, which tensors are samples, what goes without saying."""
 BATCHES = LEARNING + 5
@@ -125,7 +128,8 @@ def steady(process: int, strategy: Mapping[str, Any], trainer: Mapping[str, Any]
     rows = SAMPLES * BATCHES
     data = TensorDataset(torch.randn(rows, WIDTH, generator=generator), torch.randint(4, (rows,), generator=generator))
     arguments = {**QUIET, "log_every_n_steps": 1000, "max_epochs": 1, **trainer}
-    with counts.counting(), redirect_stdout(io.StringIO()):
+    soon = mock.patch.object(kept_words, "ENOUGH", ENOUGH), mock.patch.object(loss_checks, "_CHECKED", CHECKED)
+    with soon[0], soon[1], counts.counting(), redirect_stdout(io.StringIO()):
         fits = L.Trainer(
             accelerator="gpu", devices=ranks, strategy=PipeStrategy(**strategy), callbacks=[counts], **arguments
         )
