@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.support import oracle
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.trainer_runs import QUIET, quiet
 
-EPOCHS = 3
+EPOCHS = 2
 
 
 class Ordered(Data):
@@ -32,7 +33,7 @@ def run(
     in_background: bool = False,
     **strategy: Any,
 ) -> oracle.Trace:
-    """Train for three epochs, or what is left of them."""
+    """Train for `EPOCHS`, or what is left of them."""
     from lightning_pipe import PipeStrategy
 
     quiet()
@@ -63,24 +64,33 @@ def run(
     return recorder.trace
 
 
-def in_four(process: int, folder: Path) -> dict[str, oracle.Trace]:
-    """Saves on four stages, resumes on two stages with two replicas."""
-    traces = {"saved": run(4, save=folder / "four", schedule="1f1b")}
+def one(process: int, devices: int, **options: Any) -> oracle.Trace:
+    """A run of one of several processes."""
+    return run(devices, **options)
+
+
+def of_four(folder: Path) -> dict[str, Any]:
+    """Runs that save on four stages, and resume on two stages with two replicas, or on four ranks that hold several."""
     two = {"schedule": "gpipe", "data_parallel_size": 2}
     first = Path("epoch=0.ckpt")
-    traces["two_by_two"] = run(4, resume=folder / "four" / first, **two)
-    traces["from_plain"] = run(4, resume=folder / "plain" / first, schedule="interleaved", stages=4)
-    traces["saved_folder"] = run(4, save=folder / "parts", schedule="gpipe", save_distributed_checkpoint=True)
-    traces["folder_two_by_two"] = run(4, resume=folder / "parts" / first, **two)
-    return traces
+    return {
+        "saved": partial(one, devices=4, save=folder / "four", schedule="1f1b"),
+        "two_by_two": partial(one, devices=4, resume=folder / "four" / first, **two),
+        "from_plain": partial(one, devices=4, resume=folder / "plain" / first, schedule="interleaved", stages=4),
+        "saved_folder": partial(
+            one, devices=4, save=folder / "parts", schedule="gpipe", save_distributed_checkpoint=True
+        ),
+        "folder_two_by_two": partial(one, devices=4, resume=folder / "parts" / first, **two),
+    }
 
 
-def in_two(process: int, folder: Path) -> dict[str, oracle.Trace]:
-    """Resumes on two stages; keeps averaged weights."""
+def of_two(folder: Path) -> dict[str, Any]:
+    """Runs that resume on two stages, and that keep averaged weights."""
     first = Path("epoch=0.ckpt")
-    traces = {"two": run(2, resume=folder / "four" / first, schedule="gpipe")}
-    traces["folder_two"] = run(2, resume=folder / "parts" / first, schedule="1f1b")
-    traces["averaged"] = run(2, save=folder / "averaged", averaged=True)
-    traces["background"] = run(2, save=folder / "background", in_background=True)
-    traces["averaged_again"] = run(2, resume=folder / "averaged_plain" / first, averaged=True)
-    return traces
+    return {
+        "two": partial(one, devices=2, resume=folder / "four" / first, schedule="gpipe"),
+        "folder_two": partial(one, devices=2, resume=folder / "parts" / first, schedule="1f1b"),
+        "averaged": partial(one, devices=2, save=folder / "averaged", averaged=True),
+        "background": partial(one, devices=2, save=folder / "background", in_background=True),
+        "averaged_again": partial(one, devices=2, resume=folder / "averaged_plain" / first, averaged=True),
+    }
