@@ -56,7 +56,7 @@ def several_runs(devices: int | None, folder: Path, kind: type[Lit] = Lit) -> di
     """Validate, fit, test and fit again with one module, then save it; and fit once more with another Trainer."""
     quiet()
     L.seed_everything(7, verbose=False)
-    module, data = kind().double(), Data()
+    module, data = kind().double(), Data(16)
     found: dict[str, Any] = {}
     with gathered() as names:
         trainer = trainer_of(devices)

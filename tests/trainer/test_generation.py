@@ -130,7 +130,7 @@ class Decodes(Generates):
 
 
 def predicted(process: int, devices: int, kind: type[Generates] = Static) -> list[Any]:
-    rows = torch.randint(3, 61, (5, 5), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(3, 61, (3, 5), generator=torch.Generator().manual_seed(1))
     strategy: Any = PipeStrategy(layers=LAYERS["llama"]) if devices > 1 else "auto"
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, enable_model_summary=False, **quiet)

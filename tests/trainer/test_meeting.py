@@ -69,7 +69,7 @@ def waits(meetings: Meetings, board: FailureBoard) -> None:
 
 
 def computes(meetings: Meetings, board: FailureBoard) -> None:
-    time.sleep(2.5)
+    time.sleep(1.0)
     meetings.come("save")
 
 
@@ -98,7 +98,7 @@ def test_one_that_computes_is_waited_for() -> None:
 
 def test_one_that_moves_on_is_waited_for() -> None:
     def moves(meetings: Meetings, board: FailureBoard) -> None:
-        for number in range(25):
+        for number in range(10):
             board.transport.waiting = f"receive {number}"
             time.sleep(0.1)
         meetings.come("save")

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit, dataset
+from tests.support.pairs import asked, slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.user_modules import OwnSGD
@@ -90,7 +91,7 @@ def indices(replica: int) -> list[list[int]]:
     return found
 
 
-def replicas(process: int) -> dict[str, Any]:
+def replicas(process: int, accumulations: list[int]) -> dict[str, Any]:
     from lightning_pipe import PipeStrategy
 
     two = {"data_parallel_size": 2, "micro_batches": 2}
@@ -98,7 +99,8 @@ def replicas(process: int) -> dict[str, Any]:
     uneven = AllSGD().double()
     runner.fit(uneven, datamodule=Uneven())
     same: dict[int, oracle.Trace] = {}
-    for schedule, accumulate in (("1f1b", 2), ("chimera", 3)):
+    for accumulate in accumulations:
+        schedule = SCHEDULES[accumulate]
         runner = trainer(
             PipeStrategy(schedule, **two), 4, use_distributed_sampler=False, accumulate_grad_batches=accumulate
         )
@@ -120,9 +122,13 @@ def replicas(process: int) -> dict[str, Any]:
     }
 
 
+SCHEDULES = {2: "1f1b", 3: "chimera"}
+"""By the number of accumulated batches."""
+
+
 @pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    return run_trainers(replicas, 4, timeout=60)
+def four(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_trainers(replicas, 4, timeout=60, accumulations=asked(request, "accumulate"))
 
 
 @pytest.mark.feature(
@@ -145,7 +151,7 @@ def test_replicas_with_unequal_batches_are_weighted_by_samples(four: list[dict[s
         )
 
 
-@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("accumulate", slow_but(SCHEDULES, 2))
 def test_accumulated_gradients_are_reduced_once(accumulate: int, four: list[dict[str, Any]]) -> None:
     """Two replicas that see the same batches do what one does."""
     runner = trainer("auto", accumulate_grad_batches=accumulate)

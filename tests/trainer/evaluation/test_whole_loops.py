@@ -77,6 +77,9 @@ def trainer_for(devices: int | None, name: str, callbacks: list[L.Callback], **o
     )
 
 
+LIMITS = (1, 7)
+
+
 def loops(process: int, devices: int | None, name: str, folder: Path) -> dict[str, Any]:
     """What each loop has shown to those who look at it."""
     L.seed_everything(7, verbose=False)
@@ -86,7 +89,7 @@ def loops(process: int, devices: int | None, name: str, folder: Path) -> dict[st
         trainer = trainer_for(devices, name, [writer])
         returned = trainer.predict(Trained().double(), [loader(), loader(rows=9)], return_predictions=kept)
         found[interval] = (plain(returned), writer.calls)
-    for limit in (1, 3, 7):
+    for limit in LIMITS:
         for what in ("validate", "test", "predict"):
             data = Endless()
             word = what.replace("validate", "val")
@@ -135,7 +138,7 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 def check(name: str, folder: Path, ranks: int = 2) -> None:
     expected = loops(0, None, name, folder / "one")
     several = processes.run_trainers(loops, ranks, timeout=100, devices=ranks, name=name, folder=folder / "several")
-    assert all(expected[what, limit] == limit * SIZE for limit in (1, 3, 7) for what in ("validate", "test", "predict"))
+    assert all(expected[what, limit] == limit * SIZE for limit in LIMITS for what in ("validate", "test", "predict"))
     for found in several:
         assert_equal(found, expected)
 
