@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 
 from lightning_pipe import schedules
@@ -18,7 +18,7 @@ from tests.schedules.test_torch import rows
 from tests.support import oracle
 from tests.support.model_zoo import MAIN, SMALL, ZOO, Entry
 from tests.support.oracle import Trace
-from tests.support.pairs import slow_but
+from tests.support.pairs import asked
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import quiet
 from tests.support.zoo.base import BATCH
@@ -79,29 +79,87 @@ def fits(entry: Entry, point: Point) -> bool:
     return (entry.replicas or point.replicas == 1) and BATCH // point.micro_batches >= entry.fewest
 
 
-def fit_all(process: int, names: list[str], point: Point) -> list[Trace]:
-    """What one process runs: every model with a Trainer of its own."""
+POINT = Point("1f1b", micro_batches=3, steps=2)
+"""For small models: those that the engine's tests train without a Trainer, in three parts."""
+EVERY_THIRD = [[entry for entry in SMALL if entry.name != "noise" and fits(entry, POINT)][n::3] for n in range(3)]
+THREE = [ZOO[name] for name in ("residual", "gpt2", "odd_batches")]
+FAST: list[tuple[Point, list[Entry]]] = [
+    (Point("interleaved", stages=4, micro_batches=3, steps=2), [ZOO["gpt2"], ZOO["t5"]]),
+    (Point(Chimera(), stages=2, micro_batches=2), THREE),
+    (Point("of torch", stages=4, micro_batches=4), THREE[:2]),
+    (Point("of one's own", micro_batches=3), THREE[:1]),
+    (POINT, EVERY_THIRD[0]),
+]
+SLOW: list[tuple[Point, list[Entry]]] = [
+    (Point("interleaved", stages=4, micro_batches=3, steps=2), MAIN),
+    (Point("gpipe", micro_batches=8, steps=2), MAIN),
+    (Point("1f1b", stages=4, ranks=1), MAIN),
+    *((POINT, entries) for entries in EVERY_THIRD[1:]),
+    *(
+        (point, THREE)
+        for point in (
+            Point(ZeroBubble("v"), stages=4, micro_batches=8),
+            Point("1f1b", micro_batches=3, accumulate=2, steps=2),
+            Point("1f1b", stages=2, ranks=2, replicas=2, steps=2),
+            # tests of several nodes have this order of ranks among the fast ones
+            Point("1f1b", stages=2, ranks=2, replicas=2, steps=2, rank_order="replicas"),
+            Point(DualPipeV(), stages=4, micro_batches=1, accumulate=2, steps=2),
+            Point(Chimera(pipes=4, sync="eager"), stages=4, micro_batches=3, ranks=4),
+            Point("1f1b", stages=4, ranks=4),
+            Point(DualPipe(), stages=2, micro_batches=3, replicas=2),
+            Point(GEMS(), stages=4, micro_batches=3, ranks=4),
+            Point(ZeroBubble("h2"), stages=4, micro_batches=8, ranks=4),
+            Point(Chimera(scaling="forward_doubling"), stages=2, micro_batches=8),
+            Point(Chimera(scaling="backward_halving"), stages=2, micro_batches=8),
+            Point("naive", stages=2, replicas=2),
+        )
+    ),
+]
+CASES = [*FAST, *SLOW]
+
+
+def schedule(name: str | Family, path: Path) -> str | Family:
+    """One that torch has written, one of one's own as the README registers it, or the family itself."""
+    if name == "of torch":
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(rows("ZBVZeroBubble", 2, 4))
+        return str(path)
+    if name == "of one's own":
+
+        @schedules.register("gpipe_in_order")
+        def gpipe_in_order(ranks: int, micro_batches: int) -> list[list[Action]]:
+            return [
+                [Action(kind, rank, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in range(micro_batches)]
+                for rank in range(ranks)
+            ]
+
+        return "gpipe_in_order"
+    return name
+
+
+def train(process: int, name: str, point: Point, folder: Path) -> Trace:
+    """What one process runs of a model."""
     from lightning_pipe import PipeStrategy
 
+    entry = ZOO[name]
     quiet()
-    replica = point.replica(process)
-    traces = []
-    for name in names:
-        entry = ZOO[name]
-        batches = point.batches(entry, replica)
-        traces.append(
-            oracle.fit(
-                entry.build(),
-                batches,
-                point.accumulate,
-                validation=entry.batches(2),
-                strategy=PipeStrategy(layers=entry.layers, **point.strategy),
-                devices=point.ranks * point.replicas,
-                # Lightning's own sampler would shuffle
-                use_distributed_sampler=False,
-            )
-        )
-    return traces
+    L.seed_everything(7, verbose=False)
+    options = {**point.strategy, "schedule": schedule(point.schedule, folder / f"{process}.csv")}
+    return oracle.fit(
+        entry.build(),
+        point.batches(entry, point.replica(process)),
+        point.accumulate,
+        validation=entry.batches(2),
+        strategy=PipeStrategy(layers=entry.layers, **options),
+        devices=point.ranks * point.replicas,
+        # Lightning's own sampler would shuffle
+        use_distributed_sampler=False,
+    )
+
+
+def train_all(process: int, numbers: list[int], folder: Path) -> dict[int, list[Trace]]:
+    """Every model of some cases with a Trainer of its own."""
+    return {n: [train(process, entry.name, CASES[n][0], folder) for entry in CASES[n][1]] for n in numbers}
 
 
 @cache
@@ -113,94 +171,42 @@ def expected(entry: Entry, point: Point, replica: int) -> Trace:
     return replace(trace, losses=trace.losses[replica :: point.replicas])
 
 
-def check(entries: list[Entry], point: Point, limit: float = 100.0, fit: Callable[..., list[Trace]] = fit_all) -> None:
-    """All ranks of all replicas against one device, for several models in the same processes."""
-    names = [entry.name for entry in entries]
-    found = run_trainers(
-        fit, point.ranks * point.replicas, names=names, point=point, timeout=100 + 300 * (len(entries) > 20)
-    )
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """By case what each process leaves, of all that were asked for, from one world of each size."""
+    found = {}
+    for size in (1, 2, 4):
+        numbers = [n for n in asked(request, "number") if CASES[n][0].ranks * CASES[n][0].replicas == size]
+        options = {"numbers": numbers, "folder": tmp_path_factory.mktemp(str(size))}
+        world = run_trainers(train_all, size, timeout=40 + 60 * len(numbers), **options) if numbers else ()
+        found |= {n: [of_process[n] for of_process in world] for n in numbers}
+    return found
+
+
+def case(number: int) -> Any:
+    point, entries = CASES[number]
+    marks = () if number < len(FAST) else pytest.mark.slow
+    return pytest.param(number, id=f"{point}-{entries[0]} and {len(entries) - 1} more", marks=marks)
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("number", [case(number) for number in range(len(CASES))])
+def test_equals_one_device(number: int, trained: dict[int, Any]) -> None:
+    """All ranks of all replicas against one device."""
+    point, entries = CASES[number]
     wrong: list[str] = []
-    for index, entry in enumerate(entries):
-        for process, traces in enumerate(found):
+    for process, traces in enumerate(trained[number]):
+        for entry, trace in zip(entries, traces, strict=True):
+            assert trace.losses
+            assert trace.weights
             truth = expected(entry, point, point.replica(process))
-            assert traces[index].losses
-            assert traces[index].weights
-            wrong += [f"{entry}, process {process}: {line}" for line in oracle.differences(traces[index], truth)]
+            wrong += [f"{entry}, process {process}: {line}" for line in oracle.differences(trace, truth)]
     assert not wrong, "\n  ".join(wrong[:30])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "point",
-    [
-        Point("interleaved", stages=4, micro_batches=3, steps=2),
-        Point("gpipe", micro_batches=8, steps=2),
-        Point("1f1b", stages=4, ranks=1),
-    ],
-    ids=str,
-)
-def test_main_models(point: Point) -> None:
-    check(MAIN, point)
-
-
-def test_two_models_of_transformers() -> None:
-    check([ZOO["gpt2"], ZOO["t5"]], Point("interleaved", stages=4, micro_batches=3, steps=2))
-
-
-FURTHER = [
-    Point(Chimera(), stages=2, micro_batches=2),
-    Point(ZeroBubble("v"), stages=4, micro_batches=8),
-    Point("1f1b", micro_batches=3, accumulate=2, steps=2),
-    Point("1f1b", stages=2, ranks=2, replicas=2, steps=2),
-    # tests of several nodes have this order of ranks among the fast ones
-    Point("1f1b", stages=2, ranks=2, replicas=2, steps=2, rank_order="replicas"),
-    Point(DualPipeV(), stages=4, micro_batches=1, accumulate=2, steps=2),
-    Point(Chimera(pipes=4, sync="eager"), stages=4, micro_batches=3, ranks=4),
-    Point("1f1b", stages=4, ranks=4),
-    Point(DualPipe(), stages=2, micro_batches=3, replicas=2),
-    Point(GEMS(), stages=4, micro_batches=3, ranks=4),
-    Point(ZeroBubble("h2"), stages=4, micro_batches=8, ranks=4),
-    Point(Chimera(scaling="forward_doubling"), stages=2, micro_batches=8),
-    Point(Chimera(scaling="backward_halving"), stages=2, micro_batches=8),
-    Point("naive", stages=2, replicas=2),
-]
-
-
-@pytest.mark.parametrize("point", slow_but(FURTHER, FURTHER[0]), ids=str)
-def test_further_schedules(point: Point) -> None:
-    check([ZOO[name] for name in ("residual", "gpt2", "odd_batches")], point)
-
-
-def fit_in_order(process: int, names: list[str], point: Point) -> list[Trace]:
-    """As the README registers a schedule."""
-
-    @schedules.register("gpipe_in_order")
-    def gpipe_in_order(ranks: int, micro_batches: int) -> list[list[Action]]:
-        return [
-            [Action(kind, rank, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in range(micro_batches)]
-            for rank in range(ranks)
-        ]
-
-    return fit_all(process, names, point)
-
-
-def test_a_schedule_of_ones_own_and_one_that_torch_has_written(tmp_path: Path) -> None:
-    with open(tmp_path / "torch.csv", "w", newline="") as file:
-        csv.writer(file).writerows(rows("ZBVZeroBubble", 2, 4))
-    point = Point(str(tmp_path / "torch.csv"), stages=4, micro_batches=4)
-    check([ZOO["residual"], ZOO["gpt2"]], point)
-    check([ZOO["residual"]], Point("gpipe_in_order", micro_batches=3), fit=fit_in_order)
-
-
-@pytest.mark.parametrize("start", slow_but([0, 1, 2], 0))
-def test_small_models(start: int) -> None:
-    """Every third of those that the engine's tests train without a Trainer, beginning with one of the first three."""
-    point = Point("1f1b", micro_batches=3, steps=2)
-    check([entry for entry in SMALL if entry.name != "noise" and fits(entry, point)][start::3], point)
-
-
-def test_random_numbers_do_not_depend_on_the_number_of_ranks() -> None:
+def test_random_numbers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     points = [Point(stages=stages, ranks=ranks) for stages, ranks in ((1, 1), (4, 1), (2, 2))]
-    first, *others = [run_trainers(fit_all, p.ranks, names=["noise"], point=p)[0][0] for p in points]
-    for other in others:
-        oracle.assert_equal(other, first)
+    noise = {"name": "noise", "folder": tmp_path}
+    first, other = (train(0, point=point, **noise) for point in points[:2])
+    for trace in (other, *run_trainers(train, 2, point=points[2], **noise)):
+        oracle.assert_equal(trace, first)
