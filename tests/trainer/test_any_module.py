@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import os
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any, ClassVar
 
@@ -14,24 +17,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.errors import CutError, PartitionError
+from lightning_pipe.errors import CutError, PartitionError, PipeError
 from lightning_pipe.partition import divide, find_layers, imbalance
 from lightning_pipe.partition.calls import recorded, work_of
 from tests.support import oracle, processes
 from tests.support.any_modules import DEPENDENT, MODULES
-from tests.support.pairs import slow_but
+from tests.support.pairs import asked, slow_but
 from tests.support.trainer_runs import QUIET, quiet
 
 WORD = "pipe"
 
 
 def fit(name: str, strategy: str, devices: int) -> dict[str, Any]:
-    """What two epochs with validation leave, and a prediction."""
+    """What an epoch with validation leaves, and a prediction."""
     quiet()
     L.seed_everything(7, verbose=False)
     module, recorder, printed = MODULES[name]().double(), oracle.Recorder(), io.StringIO()
     trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, callbacks=[recorder], **QUIET
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, callbacks=[recorder], **QUIET
     )
     with redirect_stdout(printed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -54,12 +57,6 @@ def fits(process: int, names: list[str], strategy: str, devices: int, cache: str
     return [fit(name, strategy, devices) for name in names]
 
 
-def by_the_word(names: list[str], devices: int, cache: str, word: str = WORD) -> list[dict[str, Any]]:
-    """What process 0 has after the trainings."""
-    options = {"names": names, "strategy": word, "devices": devices, "cache": cache}
-    return processes.run_trainers(fits, devices, timeout=100, **options)[0]  # type: ignore[no-any-return]
-
-
 def assert_equal(name: str, found: dict[str, Any]) -> None:
     expected = fit(name, "auto", 1)
     assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9), name
@@ -71,51 +68,54 @@ def assert_equal(name: str, found: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, own, rtol=1e-9, atol=1e-9)
 
 
-FAST = ["Backwards", "Experts", "Flow", "HeadOfTask", "Packed", "Predictor", "Segmentation", "Siamese", "Translation"]
-"""Each finds its layers, or what crosses between them, in a way of its own; slow tests have all shapes."""
+WORDS = (WORD, "pipe_interleaved", "pipe_chimera", "pipe_zero_bubble", "pipe_gpipe")
+FAST = {
+    *("Backwards", "Experts", "Flow", "HeadOfTask", "Packed", "Predictor", "Segmentation", "Siamese", "Translation"),
+    *DEPENDENT,
+}
+"""Each finds its layers, or what crosses between them, in a way of its own."""
+OF_FOUR = ("Backwards", "Fusion", "LanguageModel", "Segmentation", "Translation", "Variational", *DEPENDENT)
+"""Those that have layers enough for four ranks."""
+TWO_PASSES = [("Siamese", word) for word in ("pipe_chimera", "pipe_zero_bubble")]
+"""Two passes need whole backward passes and one pipe: an error says so."""
 
 
-@pytest.mark.timeout(120)
-def test_two_ranks_train_modules_of_many_shapes_as_one_device(tmp_path: Any) -> None:
-    for name, found in zip(FAST, by_the_word(FAST, 2, str(tmp_path)), strict=True):
-        assert_equal(name, found)
+def cases() -> list[Any]:
+    """Every module by every word on two ranks, and on four."""
+    ways = [(2, word) for word in WORDS] + [(4, WORD)]
+    found = []
+    for (ranks, word), name in itertools.product(ways, MODULES):
+        fast = ranks == 2 and ((word == WORD and name in FAST) or (word, name) == ("pipe_chimera", "TwoTowers"))
+        if (name, word) not in TWO_PASSES and (ranks == 2 or name in OF_FOUR):
+            found.append(pytest.param(ranks, word, name, marks=() if fast else pytest.mark.slow))
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_four_ranks_train_what_has_layers_enough(tmp_path: Any) -> None:
-    names = ["Backwards", "Fusion", "LanguageModel", "Segmentation", "Translation", "Variational"]
-    for name, found in zip(names, by_the_word(names, 4, str(tmp_path)), strict=True):
-        assert_equal(name, found)
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Any]:
+    """By module what process 0 has, from one world for each number of ranks and each word."""
+    cases = asked(request, "ranks", "word", "name")
+
+    @functools.cache
+    def found(ranks: int, word: str) -> dict[str, dict[str, Any]]:
+        names = [name for *way, name in cases if way == [ranks, word]]
+        options = {"strategy": word, "devices": ranks, "cache": str(tmp_path_factory.mktemp("cache"))}
+        runs = processes.run_trainers(fits, ranks, timeout=60 + 10 * len(names), names=names, **options)
+        return dict(zip(names, runs[0], strict=True))
+
+    return found
 
 
-@pytest.mark.timeout(120)
-def test_a_schedule_with_several_stages_and_pipes(tmp_path: Any) -> None:
-    names = ["Backwards", "TwoTowers"]
-    for name, found in zip(names, by_the_word(names, 2, str(tmp_path), "pipe_chimera"), strict=True):
-        assert_equal(name, found)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_batches_whose_samples_depend_on_each_other_run_whole(devices: int, tmp_path: Any) -> None:
-    for name, found in zip(DEPENDENT, by_the_word(DEPENDENT, devices, str(tmp_path)), strict=True):
-        assert_equal(name, found)
-        printed = " ".join(found["printed"].split())
-        assert "depends on which samples are together" in printed, name
-        assert "So batches run whole" in printed, name
-        assert len(found["warnings"]) == 1, name
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("word", [WORD, "pipe_interleaved", "pipe_chimera", "pipe_zero_bubble", "pipe_gpipe"])
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_every_module_by_every_word(name: str, word: str, tmp_path: Any) -> None:
-    if name == "Siamese" and word in ("pipe_chimera", "pipe_zero_bubble"):
-        pytest.skip("two passes need whole backward passes and one pipe: an error says so")
-    (found,) = by_the_word([name], 2, str(tmp_path), word)
+@pytest.mark.parametrize(("ranks", "word", "name"), cases())
+def test_trains_as_one_device(ranks: int, word: str, name: str, trained: Callable[[int, str], Any]) -> None:
+    found = trained(ranks, word)[name]
     assert_equal(name, found)
+    if name in DEPENDENT and word == WORD:
+        printed = " ".join(found["printed"].split())
+        assert "depends on which samples are together" in printed
+        assert "So batches run whole" in printed
+        assert len(found["warnings"]) == 1
 
 
 # ------------------------------------------------------------------ when the layers are looked for, and what is said
@@ -336,34 +336,37 @@ class _Wide(MODULES["Backwards"]):  # type: ignore[misc]
         self.encoder = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 128))
 
 
-def built_in_parts(process: int, layers: list[str] | None, sanity: int) -> float:
-    """The loss of a module of which each process builds its own part."""
+def built_in_parts(process: int, sanity: int) -> tuple[str, float]:
+    """The error of a module of which each process builds its own part, and its loss with layers that are named."""
     from lightning_pipe import PipeStrategy
 
     quiet()
-    L.seed_everything(7, verbose=False)
-    strategy = PipeStrategy(layers=layers)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, num_sanity_val_steps=sanity, **QUIET
-    )
-    with trainer.init_module():
-        module = _Wide()
+    for layers in (None, ["encoder", "decoder", "out"]):
+        L.seed_everything(7, verbose=False)
+        strategy = PipeStrategy(layers=layers)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, num_sanity_val_steps=sanity, **QUIET
+        )
+        with trainer.init_module():
+            module = _Wide()
+        if layers is None:
+            with pytest.raises(PipeError) as ended:
+                trainer.fit(module.double(), module.data(), module.data())
     with redirect_stdout(io.StringIO()):
         trainer.fit(module.double(), module.data(), module.data())
-    return float(trainer.callback_metrics["val_loss"])
+    return str(ended.value), float(trainer.callback_metrics["val_loss"])
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("sanity", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_module_that_nobody_has_whole_ends_where_it_calls_layers_in_another_order(sanity: int) -> None:
-    with pytest.raises(Exception, match=r"(?s)'decoder.0' is called behind 'encoder.2'.*in that order: layers=\[...\]"):
-        processes.run_trainers(built_in_parts, 2, timeout=60, layers=None, sanity=sanity)
-    named = processes.run_trainers(built_in_parts, 2, timeout=60, layers=["encoder", "decoder", "out"], sanity=sanity)
     L.seed_everything(7, verbose=False)
     module = _Wide().double()
     trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **QUIET)
     trainer.fit(module, module.data(), module.data())
-    assert named[0] == pytest.approx(float(trainer.callback_metrics["val_loss"]), abs=1e-9)
+    for told, loss in processes.run_trainers(built_in_parts, 2, timeout=60, sanity=sanity):
+        assert re.search(r"(?s)'decoder.0' is called behind 'encoder.2'.*in that order: layers=\[...\]", told)
+        assert loss == pytest.approx(float(trainer.callback_metrics["val_loss"]), abs=1e-9)
 
 
 class _Flipped(MODULES["TwoTowers"]):  # type: ignore[misc]
