@@ -22,6 +22,7 @@ from lightning_pipe.parameters.zero import HolderGroup
 from lightning_pipe.trainer.gradients import Gradients
 from tests.support import oracle, processes
 from tests.support.lit_modules import Data, Lit, dataset
+from tests.support.pairs import asked, slow_but
 from tests.support.trainer_runs import QUIET, quiet
 
 CASES: dict[str, dict[str, Any]] = {
@@ -79,20 +80,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
 
 
-@pytest.fixture(scope="module", params=CASES)
-def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[dict[Sharding, list[int]]]]:
-    """A case, and what every process holds of its state."""
-    return request.param, processes.run_trainers(fit, 2, timeout=100, name=request.param, folder=str(folder))
+def fit_and_resume(process: int, name: str, folder: str) -> tuple[dict[Sharding, list[int]], list[dict[str, Any]]]:
+    return fit(process, name, folder), [go_on(name, folder, sharded) for sharded in SHARDINGS]
+
+
+@pytest.fixture(scope="module", params=slow_but(CASES, "replicas"))
+def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[str, Any, Any]:
+    """A case, what every process holds of its state, and what it has after going on."""
+    found = processes.run_trainers(fit_and_resume, 2, timeout=100, name=request.param, folder=str(folder))
+    return request.param, *zip(*found, strict=True)
 
 
 @pytest.mark.feature(
     "Optimizers and schedulers", "an optimizer divided over replicas and copies of stages (ZeRO stage 1)", "works"
 )
 @pytest.mark.timeout(120)
-def test_training_and_checkpoint_are_those_without_sharding(
-    trained: tuple[str, list[dict[Sharding, list[int]]]], folder: Path
-) -> None:
-    name, results = trained
+def test_training_and_checkpoint_are_those_without_sharding(trained: tuple[str, Any, Any], folder: Path) -> None:
+    name, results, _ = trained
     (whole, states), *others = [result[False] for result in results]
     assert all(other == [whole, states] for other in others)
     for sharded in (True, "gradients"):
@@ -111,11 +115,6 @@ def test_training_and_checkpoint_are_those_without_sharding(
         for index, state in found[0].items():
             for key, value in state.items():
                 assert close(value, found[1][index][key]), (index, key)
-
-
-def resume(process: int, name: str, folder: str) -> list[dict[str, Any]]:
-    """Go on with another schedule, without and with sharding."""
-    return [go_on(name, folder, sharded) for sharded in SHARDINGS]
 
 
 def go_on(name: str, folder: str, sharded: Sharding) -> dict[str, Any]:
@@ -139,12 +138,11 @@ def go_on(name: str, folder: str, sharded: Sharding) -> dict[str, Any]:
 
 @pytest.mark.feature("Checkpoints", "a divided optimizer's state", "works", "goes on as an undivided one")
 @pytest.mark.timeout(120)
-def test_another_layout_goes_on_from_the_file(
-    trained: tuple[str, list[dict[Sharding, list[int]]]], folder: Path
-) -> None:
-    name, _ = trained
-    found = zip(*processes.run_trainers(resume, 2, timeout=100, name=name, folder=str(folder)), strict=True)
-    plain, *others = ([oracle.Trace(weights=weights) for weights in of_ranks] for of_ranks in found)
+def test_another_layout_goes_on_from_the_file(trained: tuple[str, Any, Any], folder: Path) -> None:
+    name, _, resumed = trained
+    plain, *others = (
+        [oracle.Trace(weights=weights) for weights in of_ranks] for of_ranks in zip(*resumed, strict=True)
+    )
     before = torch.load(folder / f"{name}-True-one-epoch.ckpt", weights_only=False)["state_dict"]
     for sharded in others:
         for of_rank in sharded:
@@ -217,7 +215,9 @@ DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def train(name: str, devices: int, sharded: Sharding = False, spoilt: bool = False) -> tuple[oracle.Trace, set[str]]:
+def train(
+    process: int, name: str, devices: int, sharded: Sharding = False, spoilt: bool = False
+) -> tuple[oracle.Trace, set[str]]:
     """The weights and the scale at the end, and what was refused; ``spoilt``: by one replica's callback."""
     from lightning_pipe import PipeStrategy
 
@@ -262,7 +262,7 @@ class InSixteenBits(L.Callback):
         self.found += [torch.equal(gradient, gradient.bfloat16().double()) for gradient in own]
 
 
-def rounded(dtype: str | None, sharded: Sharding) -> tuple[oracle.Trace, list[bool]]:
+def rounded(process: int, dtype: str | None, sharded: Sharding) -> tuple[oracle.Trace, list[bool]]:
     """Train with sums in a narrow type: the weights, and whether each sum has its digits alone."""
     from lightning_pipe import PipeStrategy
 
@@ -282,19 +282,23 @@ def rounded(dtype: str | None, sharded: Sharding) -> tuple[oracle.Trace, list[bo
     return oracle.Trace(weights=oracle.state_of(module)), digits.found
 
 
-def train_all(process: int) -> dict[str, Any]:
-    found: dict[str, Any] = {name: train(name, 4, "gradients") for name in DIVIDED}
-    found["whole"] = train("scaled", 4)
-    found["one replica"] = {sharded: train("scaled", 4, sharded, spoilt=True) for sharded in (False, True)}
-    found["rounded"] = {sharded: rounded("bfloat16", sharded) for sharded in SHARDINGS}
-    found["not rounded"] = rounded(None, False)
-    return found
+RUNS: dict[str, Any] = {
+    **{name: partial(train, name=name, devices=4, sharded="gradients") for name in DIVIDED},
+    "whole": partial(train, name="scaled", devices=4),
+    "one replica": partial(train, name="scaled", devices=4, spoilt=True),
+    "one replica, divided": partial(train, name="scaled", devices=4, sharded="gradients", spoilt=True),
+    "rounded": partial(rounded, dtype="bfloat16", sharded=False),
+    "rounded, divided": partial(rounded, dtype="bfloat16", sharded="gradients"),
+    "not rounded": partial(rounded, dtype=None, sharded=False),
+}
+Four = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    """All cases on two ranks and two replicas."""
-    return processes.run_trainers(train_all, 4, timeout=100)
+def four(request: pytest.FixtureRequest) -> Four:
+    """What two ranks and two replicas have."""
+    slow = {"chimera"}.difference(asked(request, "name"))
+    return processes.in_turn({name: run for name, run in RUNS.items() if name not in slow}, 4)
 
 
 @pytest.mark.feature(
@@ -303,21 +307,19 @@ def four() -> list[dict[str, Any]]:
     "works",
     "as on one device; a hook reads a gradient where its sum is",
 )
-@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+@pytest.mark.parametrize("name", slow_but(["1f1b", "chimera"], "1f1b"))
 @pytest.mark.timeout(120)
-def test_divided_gradients_train_as_one_device(name: str, four: list[dict[str, Any]]) -> None:
+def test_divided_gradients_train_as_one_device(name: str, four: Four) -> None:
     """With tied weights, gradients of several batches, limits of both kinds, and a callback that changes gradients."""
-    truth, refused = train(name, 1)
+    truth, refused = train(0, name, 1)
     assert not refused
-    for process in four:
-        found, _ = process[name]
+    for found, _ in four[name]:
         truth.weights["steps"] = found.weights["steps"]  # counts micro-batches
         oracle.assert_equal(found, truth)
 
 
-@pytest.mark.timeout(120)
-def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, Any]]) -> None:
-    refused = [process["1f1b"][1] for process in four]
+def test_a_gradient_that_another_rank_has_says_so(four: Four) -> None:
+    refused = [texts for _, texts in four["1f1b"]]
     # the layer norm is one of the second stage, which two processes hold; one of them has its gradient
     assert sum(not texts for texts in refused) == 1
     messages = [text for texts in refused for text in texts if "gets the summed gradient of 'model.3.weight'" in text]
@@ -325,39 +327,25 @@ def test_a_gradient_that_another_rank_has_says_so(four: list[dict[str, Any]]) ->
     assert "reductions.shards.mine(parameter)" in messages[0]
 
 
-@pytest.mark.timeout(120)
-def test_all_holders_pass_by_a_step_that_one_has_found_too_large(
-    four: list[dict[str, Any]],
-) -> None:
-    for process in four:
-        oracle.assert_equal(process["scaled"][0], process["whole"][0], 1e-6)
-        assert process["scaled"][0].metrics["scale"] == 2.0**9
+@pytest.mark.parametrize("who", ["scaled", "one replica", "one replica, divided"])
+def test_all_pass_by_a_step_that_one_has_found_too_large(who: str, four: Four) -> None:
+    """Holders of a stage, and replicas: whether each has all gradients, or updates a share that others do not take."""
+    for (found, _), (whole, _) in zip(four[who], four["whole"], strict=True):
+        oracle.assert_equal(found, whole, 1e-6)
+        assert found.metrics["scale"] == 2.0**9
 
 
-@pytest.mark.timeout(120)
-def test_all_replicas_pass_by_a_step_that_one_has_found_too_large(four: list[dict[str, Any]]) -> None:
-    """Whether each of them has all gradients, or updates a share that the others would not take."""
-    for process in four:
-        for found, _ in process["one replica"].values():
-            oracle.assert_equal(found, process["whole"][0], 1e-6)
-            assert found.metrics["scale"] == 2.0**9
-
-
-@pytest.mark.timeout(120)
-def test_divided_updates_of_rounded_sums_are_the_undivided_ones(four: list[dict[str, Any]]) -> None:
-    """The sum of two does not depend on their order, so both kinds of division round as the undivided run does."""
-    exact, digits = four[0]["not rounded"]
+def test_divided_updates_of_rounded_sums_are_the_undivided_ones(four: Four) -> None:
+    """The sum of two does not depend on their order, so a divided run rounds as the undivided one does."""
+    exact, digits = four["not rounded"][0]
     assert not any(digits)
-    for process in four:
-        whole, all_digits = process["rounded"][False]
+    for (whole, all_digits), (found, own) in zip(four["rounded"], four["rounded, divided"], strict=True):
         assert all(all_digits)
         assert any(not torch.equal(value, exact.weights[key]) for key, value in whole.weights.items())
-        for sharded in (True, "gradients"):
-            found, own = process["rounded"][sharded]
-            oracle.assert_equal(found, whole, 0.0)
-            assert own
-            assert all(own)
-            assert (len(own) < len(all_digits)) == (sharded == "gradients")
+        oracle.assert_equal(found, whole, 0.0)
+        assert own
+        assert all(own)
+        assert len(own) < len(all_digits)
 
 
 def test_hooks_that_some_holders_would_not_hear_are_refused() -> None:
