@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_pipe import Pipeline
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError
 from lightning_pipe.schedules import Chimera
-from tests.support.processes import outcomes, run_world
+from tests.support.processes import in_turn, outcomes, run_world
 
 SECONDS = 60
 pytestmark = pytest.mark.timeout(SECONDS + 15)
@@ -105,6 +106,16 @@ def on_ranks(process: int, options: dict[str, Any], accumulate: int = 1) -> Any:
     return found, pipeline.evaluate(lambda batch: model(batch[0]), batches(11)), model.sizes
 
 
+CALLS: dict[str, Any] = {}
+"""What tests look at: loops of the same two processes."""
+Found = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return in_turn(CALLS, 2, run=run_world)
+
+
 def joint_passes(scaling: Any, dropout: float) -> tuple[list[float], int]:
     """The losses, and how many forward passes were over two micro-batches."""
     model = net(dropout=dropout)
@@ -121,26 +132,34 @@ def both_scalings(process: int, dropout: float) -> list[tuple[list[float], int]]
     return [joint_passes(scaling, dropout) for scaling in ("direct", "forward_doubling")]
 
 
+for dropout in (0.0, 0.2):
+    CALLS[f"dropout {dropout}"] = partial(both_scalings, dropout=dropout)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_forward_doubling_changes_no_numbers(dropout: float) -> None:
+def test_forward_doubling_changes_no_numbers(dropout: float, found: Found) -> None:
     """Those of a micro-batch are the same in all schedules; what draws random numbers runs apart."""
-    for (expected, _), (losses, passes) in run_world(both_scalings, 2, timeout=SECONDS, dropout=dropout):
+    for (expected, _), (losses, passes) in found[f"dropout {dropout}"]:
         assert losses == pytest.approx(expected, rel=TOLERANCE)
         assert (passes > 0) == (dropout == 0)
 
 
+for accumulate in (1, 2):
+    CALLS[f"accumulate {accumulate}"] = partial(on_ranks, options={}, accumulate=accumulate)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_two_processes_train_as_one_device(accumulate: int) -> None:
+def test_two_processes_train_as_one_device(accumulate: int, found: Found) -> None:
     expected, model = net(), net()
     losses = one_device(expected, batches(4), accumulate)
     with torch.no_grad():
         outputs = [expected(x) for x, _ in batches(11)]
-    for found, own, sizes in run_world(on_ranks, 2, timeout=SECONDS, options={}, accumulate=accumulate):
-        assert_same(found, losses)
+    for trained, own, sizes in found[f"accumulate {accumulate}"]:
+        assert_same(trained, losses)
         for ours, theirs in zip(own, outputs, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
         assert sizes == [3, 2, 2] * 4  # what the step appends is on all ranks, in the order of the micro-batches
-    model.load_state_dict(found[2])
+        model.load_state_dict(trained[2])
 
 
 @pytest.mark.parametrize(
@@ -193,10 +212,13 @@ def uneven(process: int) -> Any:
     return trained(model, pipeline, [(x[start:end], y[start:end])])[1:]
 
 
-def test_replicas_of_one_rank_with_batches_of_other_sizes() -> None:
+CALLS["uneven"] = uneven
+
+
+def test_replicas_of_one_rank_with_batches_of_other_sizes(found: Found) -> None:
     _, norms, state = one_device(net(), batches(1))
-    for found in run_world(uneven, 2, timeout=SECONDS):
-        assert_same(([], *found), ([], norms, state))
+    for ours in found["uneven"]:
+        assert_same(([], *ours), ([], norms, state))
 
 
 def loaded_on_one(process: int) -> Any:
@@ -207,11 +229,14 @@ def loaded_on_one(process: int) -> Any:
     return found, pipeline.evaluate(lambda batch: model(batch[0]).sum(), batches(9) if process == 1 else None)
 
 
-def test_a_batch_is_needed_where_it_is_loaded_alone() -> None:
+CALLS["loaded on one"] = loaded_on_one
+
+
+def test_a_batch_is_needed_where_it_is_loaded_alone(found: Found) -> None:
     expected = net()
     losses = one_device(expected, batches(3))
-    for found, outputs in run_world(loaded_on_one, 2, timeout=SECONDS):
-        assert_same(found, losses)
+    for ours, outputs in found["loaded on one"]:
+        assert_same(ours, losses)
         assert outputs == pytest.approx([expected(x).sum().item() for x, _ in batches(9)])
 
 
@@ -232,8 +257,11 @@ def scaled(process: int) -> Any:
     return losses, scales, pipeline.state_dict()
 
 
+CALLS["scaled"] = scaled
+
+
 @pytest.mark.filterwarnings("ignore:It was not checked")
-def test_a_gradient_scaler_decides_for_all_stages() -> None:
+def test_a_gradient_scaler_decides_for_all_stages(found: Found) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -243,9 +271,9 @@ def test_a_gradient_scaler_decides_for_all_stages() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    for found in (*run_world(scaled, 2, timeout=SECONDS), scaled(0)):
-        assert found[1] == [8.0, 4.0, 8.0]
-        assert_same(([found[0][0], found[0][2]], [], found[2]), (losses, [], model.state_dict()))
+    for ours, scales, state in (*found["scaled"], scaled(0)):
+        assert scales == [8.0, 4.0, 8.0]
+        assert_same(([ours[0], ours[2]], [], state), (losses, [], model.state_dict()))
 
 
 # ---------------------------------------------------------------------- bad input
@@ -317,14 +345,6 @@ def test_an_error_on_one_rank_ends_the_others() -> None:
     assert ended[1].seconds - ended[0].seconds < 10
 
 
-def test_a_step_with_several_pipes_changes_no_attribute() -> None:
-    model = net()
-    with pytest.raises(CutError, match="several pipes"):
-        run_world(bidirectional, 2, timeout=SECONDS, change=True)
-    for found in run_world(bidirectional, 2, timeout=SECONDS, change=False):
-        assert found == pytest.approx(nn.functional.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]).item())
-
-
 def bidirectional(process: int, change: bool) -> float:
     model = net()
     pipeline = Pipeline(model, "chimera", layers="blocks", micro_batches=2)
@@ -333,6 +353,17 @@ def bidirectional(process: int, change: bool) -> float:
         return model.loss(part) if change else nn.functional.mse_loss(model(part[0]), part[1])
 
     return float(pipeline.train(step, batches(1)[0]))
+
+
+CALLS["bidirectional"] = partial(bidirectional, change=False)
+
+
+def test_a_step_with_several_pipes_changes_no_attribute(found: Found) -> None:
+    model = net()
+    with pytest.raises(CutError, match="several pipes"):
+        run_world(bidirectional, 2, timeout=SECONDS, change=True)
+    for loss in found["bidirectional"]:
+        assert loss == pytest.approx(nn.functional.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]).item())
 
 
 # ---------------------------------------------------------------------- models and steps of other kinds
@@ -346,11 +377,14 @@ def generates(process: int) -> Any:
     return pipeline.evaluate(step, batches(9))
 
 
-def test_evaluation_steps_may_call_layers_again() -> None:
+CALLS["generates"] = generates
+
+
+def test_evaluation_steps_may_call_layers_again(found: Found) -> None:
     model = net()
     expected = [model(model(x)) for x, _ in batches(9)]
-    for found in run_world(generates, 2, timeout=SECONDS):
-        for ours, theirs in zip(found, expected, strict=True):
+    for outputs in found["generates"]:
+        for ours, theirs in zip(outputs, expected, strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -389,8 +423,11 @@ def counted(process: int) -> list[int]:
     return [pipeline.state_dict()[f"{layer}._extra_state"] for layer in range(4)]
 
 
-def test_the_whole_state_has_what_layers_keep_on_other_ranks() -> None:
-    assert run_world(counted, 2, timeout=SECONDS) == [[1] * 4] * 2
+CALLS["counted"] = counted
+
+
+def test_the_whole_state_has_what_layers_keep_on_other_ranks(found: Found) -> None:
+    assert found["counted"] == [[1] * 4] * 2
 
 
 def test_a_loss_that_is_no_mean_is_told() -> None:
@@ -412,13 +449,15 @@ def test_autocast_in_the_step_is_no_reason_to_doubt_the_loss(recwarn: pytest.War
     assert [str(each.message) for each in recwarn if "mean over" in str(each.message)] == []
 
 
-def test_dropout_draws_alike_with_any_number_of_ranks() -> None:
-    for found in run_world(with_dropout, 2, timeout=SECONDS):
-        assert found == with_dropout(0)
-
-
 def with_dropout(process: int) -> list[float]:
     torch.manual_seed(5)
     model = Net(dropout=0.5)
     pipeline = Pipeline(model.double(), layers="blocks", stages=2, micro_batches=2)
     return [pipeline.train(model.loss, batch).item() for batch in batches(2)]
+
+
+CALLS["with dropout"] = with_dropout
+
+
+def test_dropout_draws_alike_with_any_number_of_ranks(found: Found) -> None:
+    assert found["with dropout"] == [with_dropout(0)] * 2
