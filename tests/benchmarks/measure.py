@@ -7,8 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lightning_pipe.transport.base import Transport
+if TYPE_CHECKING:  # findings are imported without torch
+    from lightning_pipe.transport.base import Transport
 
 
 @dataclass(frozen=True)
