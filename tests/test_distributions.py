@@ -1,8 +1,10 @@
-"""``lightning`` and ``pytorch_lightning``: Trainers of both take the strategy, and train as on one device."""
+"""``lightning`` and ``pytorch_lightning``: Trainers of both take the strategy, and train as on one device.
+
+`tests/trainer/test_interactive.py` has sessions with one of the packages alone.
+"""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -18,23 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_pipe
 from lightning_pipe.distributions import home, install, maker, of_maker
 from lightning_pipe.errors import ConfigurationError
-from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="`make` sets up an environment with it")
 SECOND = "lightning_pipe.pytorch_lightning"
-ALONE = """
-import sys
-import {name} as L
-import lightning_pipe
-strategy = L.Trainer(accelerator="cpu", strategy="pipe", logger=False).strategy
-assert type(strategy) is lightning_pipe.PipeStrategy
-assert isinstance(strategy, L.pytorch.strategies.ParallelStrategy if {first} else L.strategies.ParallelStrategy)
-assert issubclass(lightning_pipe.PipelineTimeline, L.Callback)
-other = "pytorch_lightning" if {first} else "lightning.pytorch"
-assert other not in sys.modules
-"""
 
 
 def lit(package: ModuleType) -> Any:
@@ -98,17 +88,11 @@ def train(process: int, folder: Path, name: str, strategy: str, devices: int) ->
     ],
 )
 def test_trains_as_on_one_device(name: str, strategy: str, tmp_path: Path) -> None:
-    (expected,) = run_trainers(train, 1, timeout=60, folder=tmp_path, name=name, strategy="auto", devices=1)
+    expected = train(0, folder=tmp_path, name=name, strategy="auto", devices=1)
     for found in run_trainers(train, 2, timeout=60, folder=tmp_path, name=name, strategy=strategy, devices=2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     one, two = (torch.load(tmp_path / f"{name}-{size}.ckpt", weights_only=True)["state_dict"] for size in (1, 2))
     torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("name", slow_but(["lightning", "pytorch_lightning"], "pytorch_lightning"))
-def test_neither_package_imports_the_other(name: str) -> None:
-    script = ALONE.format(name=name, first=name == "lightning")
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
 
 
 def test_a_callback_of_the_other_package_is_the_error() -> None:
