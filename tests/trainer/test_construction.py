@@ -155,7 +155,7 @@ def fits(process: int, devices: int, ways: Sequence[str]) -> dict[str, Any]:
     return {way: fit(process, devices, way) for way in ways}
 
 
-@pytest.mark.parametrize(("devices", "ways"), [(2, WAYS), (4, ("context",))])
+@pytest.mark.parametrize(("devices", "ways"), [(2, WAYS), pytest.param(4, ("context",), marks=pytest.mark.slow)])
 def test_values_are_those_of_one_device(devices: int, ways: Sequence[str]) -> None:
     plain = {way: fit(0, None, way) for way in {"plain", *ways} & {"plain", "averaged", "averaged_later"}}
     found = run_trainers(fits, devices, devices=devices, ways=ways)

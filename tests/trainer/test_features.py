@@ -21,6 +21,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
 from tests.support.features import CASES, Runner
 from tests.support.lit_modules import Lit
+from tests.support.pairs import asked
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 from tests.trainer.test_service_loggers import SERVICES
@@ -101,9 +102,8 @@ def run_cases(process: int, devices: int, folder: Path, names: list[str]) -> dic
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All cases that were asked for, in one world."""
-    asked = {item.name for item in request.session.items if item.parent is request.node}
-    names = [name for name in CASES if f"test_equals_one_device[{name}]" in asked]
-    return run_trainers(run_cases, 2, timeout=110, devices=2, folder=tmp_path_factory.mktemp("two"), names=names)
+    options = {"folder": tmp_path_factory.mktemp("two"), "names": asked(request, "name")}
+    return run_trainers(run_cases, 2, timeout=110, devices=2, **options)
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
@@ -141,13 +141,15 @@ def service(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [service(f"{name}Logger") for name in ("Comet", "Lit", "MLFlow", "Neptune", "TensorBoard", "Wandb")]
+    "logger", [service(f"{name}Logger") for name in ("Comet", "Lit", "MLFlow", "Neptune", "TensorBoard", "Wandb")]
 )
-def test_loggers_of_services_open_nothing_on_processes_other_than_0(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_of_services_open_nothing_on_processes_other_than_0(
+    logger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There a logger hands out an experiment that does nothing, even one that knows neither package nor account."""
-    kind = getattr(loggers, name, None)
+    kind = getattr(loggers, logger, None)
     if kind is None:
-        pytest.skip(f"this version of Lightning has no {name}")
+        pytest.skip(f"this version of Lightning has no {logger}")
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     experiment = kind.__new__(kind).experiment
     assert isinstance(experiment, _DummyExperiment)

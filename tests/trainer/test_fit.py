@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import oracle
+from tests.support.pairs import asked
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import CASES, Outcome, fit, fits
 
@@ -57,16 +58,23 @@ FEATURES: dict[str, list[tuple[str, str]]] = {
 }
 
 
+SLOW = {
+    *("auto_micro_batches", "interleaved", "several_stages", "recomputed", "two_loss_ranks"),
+    *("head_in_setup", "recurrent_head", "normalised_averaging"),
+}
+"""Schedules, which the tests of equality train with, and further cases of a kind of which one is fast."""
+
+
 def marked(name: str) -> Any:
     """The case, with the features that it proves."""
     marks = [pytest.mark.feature(area, feature, "works") for area, feature in FEATURES.get(name, [])]
-    return pytest.param(name, marks=marks)
+    return pytest.param(name, marks=[*marks, pytest.mark.slow] if name in SLOW else marks)
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    """All cases in one world: starting processes costs more than most cases."""
-    return run_trainers(fits, RANKS, timeout=240, names=list(CASES), devices=RANKS)
+def outcomes(request: pytest.FixtureRequest) -> list[dict[str, Outcome]]:
+    """All cases that were asked for, in one world: starting processes costs more than most cases."""
+    return run_trainers(fits, RANKS, timeout=240, names=asked(request, "name"), devices=RANKS)
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])

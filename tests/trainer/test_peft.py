@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
+from tests.support.pairs import asked
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -126,16 +127,11 @@ def trained(process: int, devices: int, folder: Path, kind: str) -> Ended:
 def ended(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Ended], dict[str, Ended]]:
-    """All kinds that were asked for, in one world of each size."""
-    asked = " ".join(item.name for item in request.session.items if item.parent is request.node)
-    kinds = [kind for kind in MODELS if f"[{kind}]" in asked]
-    one, two = (
-        run_trainers(
-            train, devices, timeout=90, devices=devices, folder=tmp_path_factory.mktemp(str(devices)), kinds=kinds
-        )[0]
-        for devices in (1, 2)
-    )
-    return one, two
+    """All kinds that were asked for, on one device and in one world of two."""
+    kinds = asked(request, "kind")
+    one = train(0, 1, tmp_path_factory.mktemp("one"), kinds)
+    two = run_trainers(train, 2, timeout=90, devices=2, folder=tmp_path_factory.mktemp("two"), kinds=kinds)
+    return one, two[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

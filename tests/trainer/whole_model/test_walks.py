@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.support import oracle
 from tests.support.lit_modules import Data
+from tests.support.pairs import asked, slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.walks import (
@@ -144,11 +145,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[str, Any]]:
-    return run_trainers(fits, 2, timeout=110, names=list(CASES), folder=folder)
+def found(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
+    return run_trainers(fits, 2, timeout=110, names=asked(request, "name"), folder=folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+OTHERS = {"AveragedByLists", "AveragedWhole", "TeacherByData", "TeacherByState", "Shadows", "ListAverage"}
+"""Averages that are written in other ways."""
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, *({*CASES} - OTHERS)))
 def test_equals_one_device(name: str, found: list[dict[str, Any]], folder: Path) -> None:
     plain = fit(CASES[name], None, folder)
     for of_process in found:
