@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.transport.base import Transport
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET
 
@@ -118,27 +118,19 @@ def assert_equal(found: Any, expected: Any, without: tuple[str, ...] = ()) -> No
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [mean, masked])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("loss", "schedule"), pairs([mean, masked], ["1f1b", "zero_bubble"], lambda loss, schedule: loss == schedule)
+)
 def test_what_counts_nothing_has_no_gradients(loss: Any, schedule: str) -> None:
     data = items(3, unlabelled=(2, 3))
     strategy = PipeStrategy(stages=2, layers="layers", micro_batches=4, loss_weight=tokens, schedule=schedule)
     assert_equal(fit(0, Tagger(loss), data, strategy=strategy), fit(0, Tagger(loss), data))
 
 
-def test_replicas_without_labels_count_nothing() -> None:
-    data = items(3, unlabelled=(1, 3, 5, 7))
-    options = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "stages": 2, "micro_batches": 2}
-    strategy = PipeStrategy(**options, layers="layers", loss_weight=tokens)
-    for found in run_trainers(fit, 2, module=Tagger(masked), data=data, replicas=2, devices=2, strategy=strategy):
-        assert_equal(found, fit(0, Tagger(masked), data), without=("losses", "epoch"))
-
-
 LOSSES = [mean, masked, causal, of_samples]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("micro_batches", ["auto", 3])
+@pytest.mark.parametrize(("loss", "micro_batches"), pairs(LOSSES, [3, "auto"]))
 def test_means_over_labels_need_no_function(loss: Any, micro_batches: Any) -> None:
     module, data = Tagger(loss), items(4, unlabelled=() if loss is causal else (6, 7))
     found = fit(0, module, data, strategy=PipeStrategy(stages=2, layers="layers", micro_batches=micro_batches))
@@ -146,38 +138,49 @@ def test_means_over_labels_need_no_function(loss: Any, micro_batches: Any) -> No
     assert max(module.sizes) < 8  # no batch has run whole
 
 
-@pytest.mark.parametrize(("loss", "replicas"), pairs(LOSSES, [1, 2], lambda loss, replicas: loss == replicas))
-def test_ranks_and_replicas_agree(loss: Any, replicas: int) -> None:
-    data = items(3, unlabelled=(1, 3, 5))
-    options = {"stages": 2, "layers": "layers", "micro_batches": 4 // replicas}
-    strategy = PipeStrategy(**options, data_parallel_size=replicas)
-    apart = ("losses", "epoch") if replicas > 1 else ()  # each replica has its own
-    for found in run_trainers(fit, 2, module=Tagger(loss), data=data, replicas=replicas, devices=2, strategy=strategy):
-        assert_equal(found, fit(0, Tagger(loss), data), without=apart)
+TOGETHER = [(mean, 1), (masked, 2), (causal, 1), (of_samples, 2)]
+"""Losses with numbers of replicas."""
 
 
-def asked(process: int, **options: Any) -> int:
-    """In how many batches replicas ask each other whether it is open what losses are a mean over."""
-    found = [0]
+def some(of_replicas: bool) -> list[dict[str, Tensor]]:
+    """Of the last, a whole replica has no labels."""
+    return items(4, unlabelled=(1, 3, 5, 7) if of_replicas else (1, 3, 5))
+
+
+def of_two_processes(process: int) -> list[tuple[Any, int]]:
+    """What each of them finds, and in how many batches replicas ask what losses are a mean over."""
+    found, asked = [], [0]
     ask = Transport.sum_over_replicas
 
     def counted(self: Transport, amount: float) -> float:
-        found[0] += sys._getframe(1).f_code.co_name == "is_open"
+        asked[0] += sys._getframe(1).f_code.co_name == "is_open"
         return ask(self, amount)
 
+    def add(loss: Any, replicas: int, data: Any, **more: Any) -> None:
+        asked[0] = 0
+        options = {"stages": 2, "layers": "layers", "micro_batches": 4 // replicas, "data_parallel_size": replicas}
+        module, strategy = Tagger(loss), PipeStrategy(**options, **more)
+        found.append((fit(process, module, data, replicas=replicas, devices=2, strategy=strategy), asked[0]))
+
     with patch.object(Transport, "sum_over_replicas", counted):
-        fit(process, **options)
-    return found[0]
+        for loss, replicas in TOGETHER:
+            add(loss, replicas, some(False))
+        add(masked, 2, some(True), loss_weight=tokens)
+    return found
 
 
-@pytest.mark.parametrize("loss", [mean, of_samples])
-def test_replicas_ask_each_other_until_it_is_known(loss: Any) -> None:
-    strategy = PipeStrategy(pipeline_parallel_size=1, data_parallel_size=2, stages=2, layers="layers", micro_batches=2)
-    options = {"data": items(4, unlabelled=(1, 3, 5)), "replicas": 2, "strategy": strategy}
-    assert run_trainers(asked, 2, module=Tagger(loss), devices=2, **options) == [1, 1]
+def test_ranks_and_replicas_agree_and_replicas_may_have_no_labels() -> None:
+    """Replicas ask each other in the first batch, until it is known what losses are a mean over."""
+    runs = [(loss, replicas, some(False)) for loss, replicas in TOGETHER] + [(masked, 2, some(True))]
+    expected = [fit(0, Tagger(loss), data) for loss, _, data in runs]
+    for of_process in run_trainers(of_two_processes, 2):
+        for (_, replicas, _), (found, _), truth in zip(runs, of_process, expected, strict=True):
+            # each replica has losses of its own
+            assert_equal(found, truth, without=("losses", "epoch") if replicas > 1 else ())
+        assert [asked for _, asked in of_process][1:4:2] == [1, 1]
 
 
-@pytest.mark.parametrize("loss", [mean, causal, of_samples])
+@pytest.mark.parametrize("loss", slow_but([mean, causal, of_samples], mean))
 def test_what_losses_do_not_show_runs_whole(loss: Any) -> None:
     """All losses of the first batch are the same, since the head gives zeros; its gradients are not."""
     modules = [Tagger(loss), Tagger(loss)]
