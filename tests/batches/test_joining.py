@@ -16,6 +16,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.batches.joining import join
 from tests.support import oracle
 from tests.support.lit_modules import dataset
+from tests.support.pairs import pairs
 from tests.support.trainer_runs import QUIET
 
 SIZES, SHARES = [2, 1], [2 / 3, 1 / 3]
@@ -130,8 +131,9 @@ def fit(module: Talkative, strategy: Any) -> tuple[oracle.Trace, list[str]]:
     return recorder.trace, [str(one.message) for one in caught if any(text in str(one.message) for text in ours)]
 
 
-@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"schedule": "gpipe", "micro_batches": 2}], ids=str)
-@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(
+    ("options", "summed"), pairs([{}, {"stages": 1}, {"schedule": "gpipe", "micro_batches": 2}], [False, True])
+)
 def test_logs_and_returns_what_one_device_does(options: dict[str, Any], summed: bool) -> None:
     found, plain = Talkative(summed), Talkative(summed)
     expected, _ = fit(plain, "auto")
@@ -176,8 +178,10 @@ class Evaluated(Talkative):
         return torch.utils.data.DataLoader(dataset(21), batch_size=8)
 
 
-@pytest.mark.parametrize("returned", [None, "text", [1, 2], torch.ones(3), {"loss": None}], ids=str)
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("returned", "parts"),
+    pairs([None, "text", torch.ones(3)], [1, 2], lambda returned, parts: parts == (returned == 1)),
+)
 def test_an_evaluation_may_return_no_loss_where_losses_are_sums(returned: Any, parts: int) -> None:
     found, plain = Evaluated(summed=True), Evaluated(summed=True)
     found.returned = plain.returned = returned
