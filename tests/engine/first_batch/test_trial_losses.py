@@ -83,6 +83,7 @@ def fit(
             {"micro_batches": 4, "stages": 1},  # uneven
             {"micro_batches": 2, "stages": 2, "schedule": "pipedream_2bw"},
         ],
+        lambda loss, options: loss == options,
     ),
 )
 def test_what_is_no_mean_over_samples_is_told_with_both_numbers(loss: type[Tokens], options: dict[str, Any]) -> None:
@@ -108,12 +109,11 @@ def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return [(0, sizes[0]), (sizes[0], sum(sizes)), (0, sum(sizes))]
 
 
-@pytest.mark.parametrize("loss", [MeanOfSamples, MeanOfViews, MeanOfCopies, Random, Picky])
-def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> None:
-    for stages in (1, 2):
-        module = loss(early=0.2 if stages == 2 else 0.0)
-        told = fit(module, Batches().batches, layers="layers", message="samples", stages=stages)
-        assert [each for each in told if "not checked" not in each] == []
+@pytest.mark.parametrize("stages", slow_but([1, 2], 2))
+@pytest.mark.parametrize("loss", [MeanOfSamples, MeanOfViews, MeanOfCopies])
+def test_means_are_passed_over(loss: type[Tokens], stages: int) -> None:
+    module = loss(early=0.2 if stages == 2 else 0.0)
+    assert fit(module, Batches().batches, layers="layers", message="samples", stages=stages) == []
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,11 @@ def test_means_and_what_cannot_be_judged_are_passed_over(loss: type[Tokens]) -> 
     ),
 )
 def test_no_false_alarms(loss: type[Tokens], options: dict[str, Any]) -> None:
-    for seed in range(3):
-        L.seed_everything(seed, verbose=False)
-        assert fit(loss(early=0.1 * seed), Batches().batches, layers="layers", message="samples", **options) == []
+    L.seed_everything(1, verbose=False)
+    assert fit(loss(early=0.1), Batches(number=4).batches, layers="layers", message="samples", **options) == []
 
 
-@pytest.mark.parametrize("time", [2, 3, 6])
+@pytest.mark.parametrize("time", [2, 6])
 def test_samples_along_the_dimension_that_fits(time: int) -> None:
     """Time may be as long as two micro-batches, or one."""
     batch = {name: value[:, :time] for name, value in Batches().batches[0].items()}
@@ -145,31 +144,28 @@ def test_samples_along_the_dimension_that_fits(time: int) -> None:
     ],
 )
 def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: str) -> None:
-    (told,) = fit(loss(), Batches(number=4).batches, layers="layers", message="not checked")
+    (told,) = fit(loss(), Batches(number=2).batches, layers="layers", message="samples")
+    assert "not checked" in told
     assert reason in told
-    counted = fit(loss(), Batches().batches, layers="layers", message="not checked", loss_weight=lambda part: 2.0)
+    batches = Batches(number=2).batches
+    counted = fit(loss(), batches, layers="layers", message="not checked", loss_weight=lambda part: 2.0)
     assert counted == []
 
 
-def test_what_layers_say_of_a_micro_batch_is_judged() -> None:
-    assert fit(Routed(), Batches(number=4).batches, layers="layers", message="over the samples") == []
-    assert len(fit(LossWithBalance(), Batches(number=4).batches, layers="layers")) == 1
-
-
-@pytest.mark.parametrize(("mean", "other"), [(Kept, KeptTokens), (Heads, HeadsOfTokens)])
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mean", "other"),
+    [(Kept, KeptTokens), (Heads, HeadsOfTokens), (Routed, LossWithBalance), (LoggedBalance, LoggedBalanceOfTokens)],
+)
+@pytest.mark.parametrize("stages", slow_but([2, 4], 2))
 def test_what_differs_and_is_not_random_is_judged(mean: type[Tokens], other: type[Tokens], stages: int) -> None:
-    """What the step changes by its own value is put back for each run; heads may be as many as samples."""
-    batches = Batches(number=4).batches
+    """What the step changes by its own value is put back for each run; heads may be as many as samples.
+
+    What layers say of a micro-batch is judged with the loss, and what is only logged does not end the check.
+    """
+    batches = Batches(number=2).batches
     assert fit(mean(), batches, layers="layers", message="over the samples", stages=stages) == []
     (told,) = fit(other(), batches, layers="layers", message="over the samples", stages=stages)
     assert MESSAGE in told
-
-
-def test_values_without_samples_that_are_only_logged_do_not_end_the_check() -> None:
-    batches = Batches(number=4).batches
-    assert fit(LoggedBalance(), batches, layers="layers", message="over the samples") == []
-    assert len(fit(LoggedBalanceOfTokens(), batches, layers="layers")) == 1
 
 
 def test_all_neighbours_are_compared_in_the_first_batch_and_two_in_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
