@@ -53,8 +53,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def with_drains(ranks: int, optimizer: Any, drains: tuple[int, ...]) -> Any:
-    """Three ranks with all drains, and the other optimizer on one rank and on four."""
-    fast = (ranks, optimizer) == (3, sgd) or (ranks in (1, 4) and (optimizer, drains) == (adam, DRAINS[0]))
+    """Three ranks with the most drains, and the other optimizer on four."""
+    fast = (ranks, optimizer, drains) in ((3, sgd, DRAINS[2]), (4, adam, DRAINS[0]))
     return pytest.param(ranks, optimizer, drains, marks=() if fast else pytest.mark.slow)
 
 
@@ -76,7 +76,7 @@ def test_vertical_sync(ranks: int, drains: tuple[int, ...]) -> None:
     assert_same(found, closed_form(model, batches(), ranks, vertical(ranks), drains=drains))
 
 
-WITH_2BW = [(1, 4, (7,)), (2, 4, ()), (2, 6, (7,)), (4, 4, (7,))]
+WITH_2BW = [(2, 6, ()), (4, 4, (7,))]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_2bw(ranks: int, size: int, drains: tuple[int, ...]) -> None:
     ("replicas", "version", "micro_batches"),
     [
         ((2, 1, 1), lambda s, t: max(0, (t // 2 - 1, t - 1, t)[s]), 1),
-        ((3, 1), lambda s, t: max(0, (t // 3 - 1, t)[s]), 1),
-        ((1, 2), lambda s, t: max(0, (t - 2, t // 2)[s]), 1),
+        pytest.param((3, 1), lambda s, t: max(0, (t // 3 - 1, t)[s]), 1, marks=pytest.mark.slow),
+        pytest.param((1, 2), lambda s, t: max(0, (t - 2, t // 2)[s]), 1, marks=pytest.mark.slow),
         ((2, 2), lambda s, t: max(0, (t - 1, t)[s]), 2),
     ],
     ids=["2-1-1", "3-1", "1-2", "2-2"],
@@ -147,7 +147,7 @@ def test_versions_and_activations_held_are_those_of_the_schedule(family: Family,
         held[pipeline.transport.rank] = pipeline.asynchronous.versions.peak_held, pipeline.executor.peak_held
 
     size = 4 if isinstance(family, PipeDream2BW) else 1
-    pipelined(Net(), batches(12), 4, family, micro_batches=size, finish=count)
+    pipelined(Net(), batches(8), 4, family, micro_batches=size, finish=count)
     assert [held[rank][0] for rank in range(4)] == versions
     activations = [2, 2, 2, 1] if family == PipeDream(replicas=(2, 1, 1)) else [4, 3, 2, 1]
     assert [held[rank][1] for rank in range(4)] == activations
@@ -200,7 +200,12 @@ class Dropped(Block):
 
 
 @pytest.mark.parametrize(
-    ("layer", "family"), pairs([Hidden, Checkpointed, Recurrent, Normed], [PipeDream(), PipeDream2BW(3)])
+    ("layer", "family"),
+    pairs(
+        [Hidden, Checkpointed, Recurrent, Normed],
+        [PipeDream(), PipeDream2BW(3)],
+        lambda layer, family: family == int(layer == 0),
+    ),
 )
 def test_layers_of_every_kind(layer: Callable[[], nn.Module], family: Family) -> None:
     model, size = Net(layer, depth=3), 3 if isinstance(family, PipeDream2BW) else 1
@@ -210,12 +215,12 @@ def test_layers_of_every_kind(layer: Callable[[], nn.Module], family: Family) ->
 
 
 def test_batches_of_several_shapes_and_paths() -> None:
-    data = batches(15, rows=(8, 8, 5, 8, 1), scale=(1.0, 1.0, 0.5))
+    data = batches(10, rows=(8, 8, 5, 8, 1), scale=(1.0, 1.0, 0.5))
     model = Net()
-    found = pipelined(model, data, 3, PipeDream(), drains=(11,))
-    assert_same(found, closed_form(model, data, 3, pipedream(3), drains=(11,)))
-    found = pipelined(model, data, 2, PipeDream2BW(4), micro_batches=4, drains=(11,))
-    assert_same(found, closed_form(model, data, 2, two_versions, micro_batches=4, drains=(11,)))
+    found = pipelined(model, data, 3, PipeDream(), drains=(7,))
+    assert_same(found, closed_form(model, data, 3, pipedream(3), drains=(7,)))
+    found = pipelined(model, data, 2, PipeDream2BW(4), micro_batches=4, drains=(7,))
+    assert_same(found, closed_form(model, data, 2, two_versions, micro_batches=4, drains=(7,)))
 
 
 def test_more_stages_than_ranks_and_more_pipelines_than_one() -> None:
