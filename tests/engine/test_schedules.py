@@ -97,8 +97,14 @@ def check(family: Family, ranks: int, micro_batches: int, recompute: Any = "neve
         assert not pipeline.executor.saved
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), slow_but([(2, 5), (4, 1), (4, 5)], (4, 5)))
-@pytest.mark.parametrize("family", list(families()), ids=label)
+@pytest.mark.parametrize(
+    ("family", "ranks", "micro_batches"),
+    pairs(
+        list(families()),
+        [(2, 5), (4, 5), (4, 1)],
+        lambda family, size: size == (family in (2, 3, 7, 13, 16)),  # the others differ from these by their order alone
+    ),
+)
 def test_equals_one_device(family: Family, ranks: int, micro_batches: int) -> None:
     check(family, ranks, micro_batches)
 
@@ -107,7 +113,7 @@ def test_equals_one_device(family: Family, ranks: int, micro_batches: int) -> No
     ("family", "recompute"),
     [
         pytest.param(
-            family, mode, id=f"{label(family)}-{mode}", marks=() if (number + other) % 4 == 1 else pytest.mark.slow
+            family, mode, id=f"{label(family)}-{mode}", marks=() if (number + other) % 8 == 1 else pytest.mark.slow
         )
         for number, family in enumerate(families())
         for other, mode in enumerate(["except_last", "always"])
@@ -149,7 +155,7 @@ class TiedAtBothEnds(Regression):
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"), pairs(list(families()), [2, 4, 8], lambda family, ranks: ranks == 0 and family % 5 == 0)
+    ("family", "ranks"), pairs(list(families()), [2, 4, 8], lambda family, ranks: ranks == 0 and family % 10 == 5)
 )
 def test_replicas_accumulation_clipping_and_evaluation_at_once(family: Family, ranks: int) -> None:
     """Tied weights, uneven batches, of which every third has fewer samples; two replicas, two batches in a step."""
@@ -209,8 +215,7 @@ def test_halves_of_backward_passes_of_shared_and_checkpointed_layers(
             GEMS(),
             DualPipe(),
         ],
-        *(Chimera(2, sync=sync) for sync in ("eager", "lazy")),  # type: ignore[arg-type]
-        Chimera(4),
+        Chimera(4, sync="lazy"),
         DualPipe(),
     ),
     ids=label,
@@ -257,7 +262,7 @@ def test_a_schedule_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     "name",
     slow_but(
         ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
-        *("Interleaved1F1B", "ZBVZeroBubble"),
+        "ZBVZeroBubble",
     ),
 )
 def test_a_file_that_torch_would_dump_runs(name: str, tmp_path: Path) -> None:
