@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -80,15 +80,6 @@ class Point:
         )
         label = schedules.get(self.schedule).label
         return f"{label}-s{self.stages}-m{self.micro_batches}-d{self.replicas}" + (f"-{extra}" if extra else "")
-
-
-def grid() -> Iterator[Point]:
-    """Every schedule, number of stages, of micro-batches and of replicas."""
-    for schedule in ("gpipe", "1f1b", "interleaved"):
-        for stages in (1, 2, 4):
-            for micro_batches in (1, 3, 8):
-                for replicas in (1, 2):
-                    yield Point(schedule, stages, micro_batches, replicas)
 
 
 def expected(entry: Entry, point: Point) -> Trace:
