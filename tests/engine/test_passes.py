@@ -161,27 +161,27 @@ SCHEDULES = [
     for schedule in ("gpipe", "1f1b", "interleaved")
     if (ranks, schedule) != (4, "interleaved")  # four layers
 ]
-SOME = [SCHEDULES[1], SCHEDULES[3]]
+SOME = slow_but(SCHEDULES, SCHEDULES[3])
 
 
 def ids() -> Tensor:
     return torch.randint(1, 31, (4, 5))
 
 
-@pytest.mark.parametrize("run", SOME + [pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[::2]])
+@pytest.mark.parametrize("run", SOME)
 def test_two_texts_through_one_bert_equal_one_device(run: dict[str, Any]) -> None:
     data = [{"one": ids(), "other": ids(), "y": torch.tensor([1.0, -1.0, 1.0, -1.0])} for _ in range(2)]
     assert_same(Pairs(), data, 2, passes=2, layers="net.encoder.layer", **run)
 
 
-@pytest.mark.parametrize("run", SOME + [pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[::2]])
+@pytest.mark.parametrize("run", SOME)
 def test_albert_with_several_layers_in_its_group_equals_one_device(run: dict[str, Any]) -> None:
     model = Albert(num_hidden_layers=3, inner_group_num=4)
     layers = "net.albert.encoder.albert_layer_groups.0.albert_layers"
     assert_same(model, [{"ids": ids()} for _ in range(2)], 2, passes=3, layers=layers, **run)
 
 
-@pytest.mark.parametrize("run", SOME + [pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[::2]])
+@pytest.mark.parametrize("run", SOME)
 def test_albert_with_several_groups_equals_one_device(run: dict[str, Any]) -> None:
     model = Albert(num_hidden_layers=8, num_hidden_groups=4)  # each group twice in a row
     layers = "net.albert.encoder.albert_layer_groups"
