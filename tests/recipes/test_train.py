@@ -124,8 +124,6 @@ def test_a_sweep_by_torchrun(tmp_path: Path) -> None:
     ("argument", "words"),
     [
         ("model.widht=3", "Did you mean model.width?"),
-        pytest.param("+model.widht=3", "Did you mean model.width?", marks=pytest.mark.slow),
-        pytest.param("model.width=wide", "model.width: Value 'wide'", marks=pytest.mark.slow),
         ("experiment=gpt3", "gpt2_wikitext2"),
         pytest.param("trainer=gpu", "Here: trainer=cpu", marks=pytest.mark.slow),
     ],
