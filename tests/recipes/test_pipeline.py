@@ -1,9 +1,11 @@
-"""Every recipe's curve is the same under all schedules and on one plain device."""
+"""Every recipe's curve is the same under all schedules and on one plain device.
+
+In fast tests one recipe trains so in one process, in tests/recipes/reproduce/test_ran_here.py.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,24 +23,16 @@ ACCUMULATED = [
 IN_MICRO_BATCHES = {"amoebanet_imagenet": ACCUMULATED, "resnet101_imagenet": ACCUMULATED}
 
 
-# The engine's own tests have Hugging Face's models.
-FAST = ("nmt_multilingual",)
-
-
-def each(recipe: str) -> Any:
-    return pytest.param(recipe, marks=() if recipe in FAST else pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("recipe", [each(name) for name in RECIPES])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_curve_does_not_depend_on_the_schedule(recipe: str, tmp_path: Path) -> None:
     data = write_data(tmp_path)
-    pipes = ["chimera"] if recipe in FAST else PIPES
     plain = train(recipe, data, tmp_path, "pipe=none", "trainer.devices=1", *IN_MICRO_BATCHES.get(recipe, []))
-    pipelines = run_trainers(train_all, 2, timeout=200, recipe=recipe, pipes=pipes, data=data, folder=tmp_path)
+    pipelines = run_trainers(train_all, 2, timeout=200, recipe=recipe, pipes=PIPES, data=data, folder=tmp_path)
     expected = merged(plain.losses)
     for curves in pipelines:
-        for pipe in pipes:
+        for pipe in PIPES:
             assert curves[pipe].losses == pytest.approx(expected, rel=1e-6), pipe
             assert_same_metrics(recipe, curves[pipe], plain)
 
