@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import cache
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -40,25 +39,26 @@ def of_the_paper(experiment: str) -> DictConfig:
     return settings
 
 
-def each(experiment: str, pipe: str, trainer: str) -> Any:
-    """All are composed, in the fast tests every trainer; experiments and schedules are composed further below."""
-    fast = pipe == "chimera" and experiment == "gpt2_wikitext2"
-    return pytest.param(experiment, pipe, trainer, marks=() if fast else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("experiment", "pipe", "trainer"),
-    [each(*three) for three in product(names("experiment"), names("pipe"), TRAINERS)],
-)
-def test_every_experiment_composes_with_every_schedule_and_trainer(
-    composed: Compose, experiment: str, pipe: str, trainer: str
-) -> None:
+def check_composed(composed: Compose, experiment: str, pipe: str, trainer: str) -> None:
     settings = composed(f"experiment={experiment}", f"pipe={pipe}", f"trainer={trainer}")
     plain = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     assert plain["recipe"] == experiment
     assert (plain["pipe"] is None) == (pipe == "none")
     assert plain["trainer"]["accelerator"] == ("cpu" if trainer == "cpu" else "gpu")
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_trainer_composes(composed: Compose, trainer: str) -> None:
+    """Experiments and schedules are composed further below."""
+    check_composed(composed, "gpt2_wikitext2", "chimera", trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_every_experiment_composes_with_every_schedule_and_trainer(composed: Compose, experiment: str) -> None:
+    for pipe, trainer in product(names("pipe"), TRAINERS):
+        check_composed(composed, experiment, pipe, trainer)
 
 
 @pytest.mark.parametrize("experiment", slow_but(names("experiment"), "resnet101_imagenet"))
