@@ -28,7 +28,7 @@ from tests.support.processes import run_trainers
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("replicas", "tensor", "sharding"),
-    slow_but(POINTS, (2, 1, "parameters"), (1, 2, False)),
+    slow_but(POINTS, (2, 1, "parameters")),
 )
 def test_each_process_has_what_the_plan_says(replicas: int, tensor: int, sharding: Sharding) -> None:
     """Parameters, gradients and optimizer state, to the byte, in three dimensions."""

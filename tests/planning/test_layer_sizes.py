@@ -17,7 +17,9 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.planning.cost_profile import SHAPES, SizeCosts
 from lightning_pipe.planning.layer_sizes import profile_path, stored, without_times
+from lightning_pipe.profiling import processes
 from lightning_pipe.trainer.schedule_choice import choose
+from lightning_pipe.transport.single_process import SingleProcess
 from tests.support import oracle
 from tests.support.trainer_runs import QUIET
 
@@ -72,8 +74,14 @@ def test_what_a_profile_was_measured_with_is_stored(cache: Path) -> None:
     assert CostProfile.load(path).conditions[SHAPES] == found.conditions[SHAPES]
 
 
-def test_a_run_is_balanced_by_what_the_command_has_measured(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file of `lightning-pipe profile` is read by a run, and by `schedule="auto"`."""
+def test_a_run_is_balanced_by_what_the_command_has_measured(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of `lightning-pipe profile` is read by a run, and by `schedule="auto"`.
+
+    What measures in processes of its own is in tests/profiling/test_measure.py.
+    """
+    monkeypatch.setattr(processes, "in_processes", lambda job, ranks, device, timeout: job(SingleProcess()))
     here = "tests.planning.test_layer_sizes"
     with pytest.raises(ConfigurationError, match="has not been measured"):
         told(capsys)
