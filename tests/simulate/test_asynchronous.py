@@ -10,6 +10,7 @@ import pytest
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Kind, PipeDream, PipeDream2BW, lower
 from lightning_pipe.simulate import Costs, simulate
+from tests.support.pairs import slow_but
 
 
 @pytest.mark.parametrize("ranks", range(1, 7))
@@ -33,7 +34,7 @@ def test_vertical_sync(ranks: int) -> None:
     assert schedule.actions == PipeDream().build(ranks, micro_batches=24).actions
 
 
-@pytest.mark.parametrize("ranks", range(1, 7))
+@pytest.mark.parametrize("ranks", slow_but(range(1, 7), 1, 4))
 @pytest.mark.parametrize("more", [0, 1, 3])
 def test_2bw(ranks: int, more: int) -> None:
     size = ranks + more

@@ -11,8 +11,9 @@ from lightning_pipe.schedules import GEMS, BitPipe, Chimera, Kind, lower, with_r
 from lightning_pipe.schedules.csv_format import parse_row
 from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.simulate import Costs, simulate
+from tests.support.pairs import slow_but
 
-RANKS = (2, 4, 6, 8, 12, 16)
+RANKS = slow_but([2, 4, 6, 8, 12, 16], 2, 6, 8)
 
 
 def pipes_of(ranks: int) -> list[int]:
@@ -147,7 +148,7 @@ def test_impossible_options_are_refused(options: dict[str, object], ranks: int, 
         Chimera(**options).build(ranks, micro_batches=4)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", slow_but(range(1, 9), 1, 4, 7))
 def test_gems(ranks: int) -> None:
     """Two micro-batches take 4D+2 forwards in the steady state: (D-1)/(D+1/2)."""
     timeline = simulate(GEMS().build(ranks, 120), Costs(1, 2))

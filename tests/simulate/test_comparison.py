@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_pipe.simulate import Comparison, Costs, compare, simulate, table
 from lightning_pipe.simulate.style import percent
 
 
+@cache
 def rows_of(**arguments: object) -> dict[str, Comparison]:
     return {row.label: row for row in compare(**{"ranks": 4, "micro_batches": 8, **arguments})}  # type: ignore[arg-type]
 
@@ -52,7 +54,7 @@ def test_weights_and_messages() -> None:
 
 
 def test_a_given_number_of_stages_and_recomputation() -> None:
-    rows = rows_of(stages=8, costs=Costs([1] * 8, [2] * 8), recompute="always")
+    rows = rows_of(stages=8, costs=Costs((1,) * 8, (2,) * 8), recompute="always")
     assert {row.schedule.stages for row in rows.values() if row.schedule} == {8}
     # The last rank never idles, so all its recomputation counts, of all but the activations that are used at once; of
     # the other three only the lower stage's, once.

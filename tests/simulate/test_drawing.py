@@ -16,6 +16,7 @@ from lightning_pipe.schedules import Kind
 from lightning_pipe.simulate import Costs, Timeline, compare, simulate
 from lightning_pipe.simulate.style import COLOURS, NAMES, summary
 from lightning_pipe.simulate.terminal import draw
+from tests.support.pairs import slow_but
 
 GOLDEN = Path(__file__).parent / "golden"
 DRAWN = (*schedules.names(), "zero_bubble_v", "vhalf", "vmin")
@@ -75,7 +76,7 @@ def test_a_measured_row_has_the_rank_of_its_process() -> None:
     assert [line[:15] for line in draw(measured, width=60).splitlines()[1:3]] == ["rank 1: stage 0", "rank 0: stage 1"]
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("name", slow_but(["pipedream", "pipedream_2bw"], "pipedream"))
 def test_without_a_flush_the_bubble_is_the_steady_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     timeline = timeline_of(name)
     assert summary(timeline).endswith("bubble ratio 27.3 % with filling and draining")
@@ -87,8 +88,7 @@ def test_without_a_flush_the_bubble_is_the_steady_one(name: str, capsys: pytest.
     assert capsys.readouterr().out.splitlines()[0].endswith(expected)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "gpipe"])
-@pytest.mark.parametrize("unit", ["", "s"])
+@pytest.mark.parametrize(("name", "unit"), [("interleaved", ""), ("gpipe", "s")])
 def test_pictures(name: str, unit: str, tmp_path: Path) -> None:
     timeline = simulate(schedules.get(name).build(2, 4), Costs(0.01, 0.02, reduce=0.01))
     Timeline.of(timeline.events, unit=unit).plot(tmp_path / "x.png")
@@ -116,7 +116,7 @@ class Drawn:
         self.legend = {handle.get_label(): to_hex(handle.get_facecolor()) for handle in handles}
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", slow_but(schedules.names(), "1f1b", "chimera", "interleaved_zero_bubble"))
 def test_the_legend_has_every_colour_that_is_drawn_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +138,7 @@ def test_chimeras_second_pipe_is_light_in_every_row(tmp_path: Path, monkeypatch:
     assert "lighter: pipe 1" in drawn.legend
 
 
-@pytest.mark.parametrize(("name", "ranks", "micro_batches"), [("gems", 8, 16), ("interleaved", 4, 32)])
+@pytest.mark.parametrize(("name", "ranks", "micro_batches"), [("gems", 4, 8), ("interleaved", 4, 12)])
 def test_every_box_of_a_picture_has_its_number(
     name: str, ranks: int, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
