@@ -15,6 +15,7 @@ from lightning_pipe.skip import Namespace, SkipError, pop, skippable, stash, ver
 from tests.skip.test_layers import Pop
 from tests.support import asynchronous_engine
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.pairs import every_second, pairs, slow_but
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -93,8 +94,14 @@ class DeclaredUNet(nn.Module):
         return F.mse_loss(self.layers(x), x)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
-@pytest.mark.parametrize("balance", [[1, 2, 3, 2], [2, 2, 2, 2], [1, 1, 1, 5], [5, 1, 1, 1], [1, 3, 1, 3]], ids=str)
+@pytest.mark.parametrize(
+    ("balance", "recompute"),
+    pairs(
+        [[1, 2, 3, 2], [1, 1, 1, 5], [5, 1, 1, 1]],
+        ["never", "always", "except_last"],
+        lambda balance, recompute: balance == recompute,
+    ),
+)
 def test_declared_skips_go_straight_whatever_the_balance(balance: list[int], recompute: str) -> None:
     data = [images(), images(), images(3)]
     schedule = "gpipe" if sum(balance[:2]) % 2 else "1f1b"
@@ -112,8 +119,10 @@ def test_skips_go_straight_in_all_balances(net: Any, recompute: str) -> None:
         assert_same(net(), [images(), images()], micro_batches=2, layers="layers", **options)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "chimera", "gems", "dualpipev"])
-@pytest.mark.parametrize("net", [UNet, DeclaredUNet])
+@pytest.mark.parametrize(
+    ("net", "schedule"),
+    pairs([UNet, DeclaredUNet], ["interleaved", "zero_bubble", "chimera", "gems", "dualpipev"], every_second),
+)
 def test_skips_go_straight_in_any_schedule(net: Any, schedule: str) -> None:
     assert_same(net(), [images()] * 3, micro_batches=3, ranks=2, schedule=schedule, layers="layers")
 
@@ -204,11 +213,6 @@ def test_a_side_input_crosses_each_cut_once() -> None:
         assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * 1000 * 8, abs=1000), rank
 
 
-@pytest.mark.parametrize("options", [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}])
-def test_a_unet_over_stages_equals_one_device(options: dict[str, Any]) -> None:
-    assert_same(UNet(), [images(), images(), images(3)], micro_batches=2, layers="layers", **options)
-
-
 def test_a_pop_without_stash_over_stages_raises() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
@@ -275,13 +279,15 @@ class Pops(Passes):
         return torch.tanh(self.linear(x)) + early
 
 
-@pytest.mark.parametrize(("schedule", "micro_batches"), [("pipedream", 1), ("pipedream_2bw", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"), slow_but([("pipedream", 1), ("pipedream_2bw", 4)], ("pipedream", 1))
+)
 def test_skips_of_every_form_are_the_same_without_a_flush(schedule: str, micro_batches: int) -> None:
     found = {}
     for form in ("plain code", "put", "declared"):
         torch.manual_seed(0)
         options: dict[str, Any] = {"micro_batches": micro_batches, "recompute": "always"}
-        net, data = Through(form), asynchronous_engine.batches(10)
+        net, data = Through(form), asynchronous_engine.batches(6)
         found[form] = asynchronous_engine.pipelined(net, data, 4, schedules.get(schedule), **options).losses
     assert found["put"] == pytest.approx(found["plain code"], abs=1e-12)
     assert found["declared"] == pytest.approx(found["plain code"], abs=1e-12)

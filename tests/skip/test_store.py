@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipe import skip
 from lightning_pipe.skip import SkipError
 from tests.support.engine_runs import assert_same, pipelined
+from tests.support.pairs import pairs, slow_but
 
 pytestmark = pytest.mark.usefixtures("float64")
 WIDTH = 250
@@ -47,17 +48,20 @@ class Told(nn.Module):
 
 
 PUT, TAKE = ("put", "a"), ("take", "a")
-REUSES = [
-    pytest.param([[PUT], [TAKE, PUT], [], [TAKE]], id="again under the same name"),
-    pytest.param([[PUT], [], [TAKE, PUT, TAKE], []], id="put back and taken at once"),
-    pytest.param([[PUT, ("put", "b")], [TAKE], [("put", "a")], [("take", "b"), TAKE]], id="two at once"),
-]
+REUSES = {
+    "again under the same name": [[PUT], [TAKE, PUT], [], [TAKE]],
+    "put back and taken at once": [[PUT], [], [TAKE, PUT, TAKE], []],
+    "two at once": [[PUT, ("put", "b")], [TAKE], [("put", "a")], [("take", "b"), TAKE]],
+}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "chimera"])
-@pytest.mark.parametrize("layers", REUSES)
-def test_plain_functions_may_use_a_name_again(layers: Any, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("reuse", "schedule"),
+    pairs(list(REUSES), ["gpipe", "interleaved", "chimera"], lambda reuse, schedule: reuse == schedule),
+)
+def test_plain_functions_may_use_a_name_again(reuse: str, schedule: str) -> None:
     torch.manual_seed(0)
+    layers: Any = REUSES[reuse]
     ranks = 2 if schedule == "interleaved" else 4
     data = [{"x": 0.1 * torch.randn(size, WIDTH)} for size in (4, 4, 2)]
     assert_same(Told(*layers), data, micro_batches=2, ranks=ranks, schedule=schedule, layers="layers")
@@ -105,7 +109,7 @@ class Moving(Told):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("usual", "other"), [(2, 4), (3, 2)])
+@pytest.mark.parametrize(("usual", "other"), slow_but([(2, 4), (3, 2)], (3, 2)))
 def test_a_pop_may_move_to_another_stage(usual: int, other: int) -> None:
     data = [{"x": 0.1 * torch.randn(size, WIDTH)} for size in (4, 4, 2, 4, 2)]
     assert_same(Moving(usual, other), data, micro_batches=1, ranks=5, schedule="gpipe", layers="layers")
