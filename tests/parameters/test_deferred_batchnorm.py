@@ -275,11 +275,9 @@ RUNS = [
     Run(2, 1, 1, "chimera"),
 ]
 FAST = [
-    Run(2, 1, 1),
     Run(2, 1, 3),
-    Run(2, 1, 4, recompute="always"),
     Run(2, 2, 3, recompute="always"),
-    *RUNS[-4:],
+    Run(2, 1, 7, "chimera"),
 ]
 
 
@@ -287,7 +285,7 @@ FAST = [
     "run", [pytest.param(run, marks=() if run in FAST else pytest.mark.slow) for run in RUNS], ids=str
 )
 def test_replicas_and_twins_share_one_mini_batch(run: Run) -> None:
-    net, batches = Net(), [torch.randn(10, 3, 2, 2) * 2 + 5 for _ in range(5)]
+    net, batches = Net(), [torch.randn(10, 3, 2, 2) * 2 + 5 for _ in range(3)]
     reference = nn.BatchNorm2d(3)
     for batch in batches:
         reference(batch)
@@ -296,7 +294,7 @@ def test_replicas_and_twins_share_one_mini_batch(run: Run) -> None:
         for name, value in reference.state_dict().items():
             if name.startswith("running") or name == "num_batches_tracked":
                 torch.testing.assert_close(found[f"layers.0.1.{name}"], value, rtol=1e-12, atol=1e-12)
-        assert int(found["outside.num_batches_tracked"]) == 5
+        assert int(found["outside.num_batches_tracked"]) == 3
     # All processes have the same module again, to the last bit.
     for found in results[1:]:
         for name, value in results[0].items():

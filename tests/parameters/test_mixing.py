@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.parameters.mixing import Mixing, check
+from tests.support.pairs import slow_but
 
 KINDS = [
     getattr(torch.optim, name)
@@ -71,7 +72,10 @@ def test_every_optimizer_and_every_way_is_among_the_cases() -> None:
     assert {way for _, way in CASES} == set(WAYS)
 
 
-@pytest.mark.parametrize(("kind", "way"), CASES)
+SOME = [(kind, way) for kind, way in CASES if way == "plain" or kind is torch.optim.Adam]
+
+
+@pytest.mark.parametrize(("kind", "way"), slow_but(CASES, *SOME))
 def test_torchs_optimizers_join_nothing(kind: Callable[..., Optimizer], way: str) -> None:
     optimizer, named = made(kind, WAYS[way])
     gradients(named)
