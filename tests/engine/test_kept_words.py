@@ -133,7 +133,7 @@ def of_host(event: Any) -> bool:
 
 @pytest.mark.parametrize(
     ("schedule", "quiet"),
-    slow_but([("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("chimera", 2)], ("1f1b", 1), ("chimera", 2)),
+    slow_but([("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("chimera", 2)], ("chimera", 2)),
 )
 def test_messages_of_the_host_do_not_grow_with_micro_batches(schedule: str, quiet: int) -> None:
     for micro_batches in (2, 8):

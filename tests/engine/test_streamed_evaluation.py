@@ -26,7 +26,7 @@ POINTS = [
 @pytest.mark.parametrize(
     ("model", "point"),
     pairs(
-        ["residual", "skips", "tied_to_layers", "odd_batches"], POINTS, lambda model, point: (model + point) % 4 == 0
+        ["residual", "skips", "tied_to_layers", "odd_batches"], POINTS, lambda model, point: (model + point) % 8 == 0
     ),
 )
 def test_batches_equal_one_device(model: str, point: Point) -> None:

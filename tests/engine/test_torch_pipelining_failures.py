@@ -2,7 +2,7 @@
 
 Each test is one failure that was reproduced there on two to four processes. Others are models and sizes of
 `tests/engine/test_equality.py`: gradients of several batches, evaluations between them, tied and frozen weights, odd
-batches, changing lengths, skips, keywords, unused outputs, fewer micro-batches than ranks.
+batches, changing lengths, running statistics, skips, keywords, unused outputs, fewer micro-batches than ranks.
 """
 
 from __future__ import annotations
@@ -20,22 +20,14 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
-from tests.support.equality_sweep import Point, check, pipelined
+from tests.support.equality_sweep import Point, check
 from tests.support.model_zoo import ZOO, Entry
+from tests.support.pairs import slow_but
 from tests.support.threads import run_threads, thread_world
 from tests.support.zoo.base import WIDTH, Block, Regression, Residual
 from tests.support.zoo.batches import regression_batches
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved"]
-
-
-def in_turn(**cases: Any) -> list[Any]:
-    """Each case with each schedule: the fast tests show each case with one of them."""
-    return [
-        pytest.param(case, schedule, id=f"{name}-{schedule}", marks=() if number % 3 == turn else pytest.mark.slow)
-        for number, (name, case) in enumerate(cases.items())
-        for turn, schedule in enumerate(SCHEDULES)
-    ]
+SCHEDULES = slow_but(["gpipe", "1f1b", "interleaved"], "interleaved")
 
 
 def over_threads(
@@ -64,14 +56,6 @@ def train_once(pipeline: Pipeline, module: Any, batch: Any, micro_batches: int, 
 
 
 # ------------------------------------------------------------------ wrong numbers without a word
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_dry_run_reaches_running_statistics(schedule: str) -> None:
-    """There: five updates for four micro-batches, from uninitialised memory on later stages."""
-    trace = pipelined(ZOO["statistics"], Point(schedule, stages=4, micro_batches=4, steps=1))
-    counts = [value.item() for name, value in trace.weights.items() if name.endswith("num_batches_tracked")]
-    assert counts == [4] * 4
 
 
 class Dropping(Regression):
@@ -125,11 +109,11 @@ def test_a_short_forward_only_batch_has_no_stale_rows(schedule: str) -> None:
 # ------------------------------------------------------------------ what is refused there
 
 
-@pytest.mark.parametrize(("size", "schedule"), in_turn(ten=10, seven=7, three=3, one=1))
-def test_uneven_micro_batches_and_batches_smaller_than_their_number(size: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_uneven_micro_batches_and_batches_smaller_than_their_number(schedule: str) -> None:
     """There: all micro-batches have the first one's shape."""
-    entry = Entry("uneven", Residual, lambda number: regression_batches(number, (size,)), layers="layers")
-    check(entry, Point(schedule, stages=4, micro_batches=4))
+    entry = Entry("uneven", Residual, lambda number: regression_batches(number, (10, 7, 3, 1)), layers="layers")
+    check(entry, Point(schedule, stages=4, micro_batches=4, steps=4))
 
 
 def test_two_numbers_of_micro_batches_in_turn() -> None:
@@ -167,7 +151,8 @@ def test_prediction_needs_no_target_and_no_loss() -> None:
     assert oracle.close(last[0]["prediction"], entry.build()(inputs[0]))
 
 
-def test_losses_come_back_by_micro_batch_and_without_their_graph() -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_come_back_by_micro_batch_and_without_their_graph(schedule: str) -> None:
     """There: losses keep the graph of the whole step alive, and an order of one's own mixes them up."""
     entry = ZOO["mlp"]
     batch = entry.batches(1)[0]
@@ -175,9 +160,8 @@ def test_losses_come_back_by_micro_batch_and_without_their_graph() -> None:
     def body(pipeline: Pipeline, module: Any) -> dict[int, Tensor]:
         return train_once(pipeline, module, batch, 4)
 
-    for schedule in SCHEDULES:
-        losses = over_threads(entry, body, schedule)[-1]
-        assert sorted(losses) == [0, 1, 2, 3]
-        assert not any(loss.requires_grad for loss in losses.values())
-        module = entry.build()
-        assert all(oracle.close(losses[i], module.loss(part)) for i, part in enumerate(oracle.split(batch, 4)))
+    losses = over_threads(entry, body, schedule)[-1]
+    assert sorted(losses) == [0, 1, 2, 3]
+    assert not any(loss.requires_grad for loss in losses.values())
+    module = entry.build()
+    assert all(oracle.close(losses[i], module.loss(part)) for i, part in enumerate(oracle.split(batch, 4)))
