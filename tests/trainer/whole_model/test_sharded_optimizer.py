@@ -286,7 +286,7 @@ RUNS: dict[str, Any] = {
     **{name: partial(train, name=name, devices=4, sharded="gradients") for name in DIVIDED},
     "whole": partial(train, name="scaled", devices=4),
     "one replica": partial(train, name="scaled", devices=4, spoilt=True),
-    "one replica, divided": partial(train, name="scaled", devices=4, sharded="gradients", spoilt=True),
+    "one replica, divided": partial(train, name="scaled", devices=4, sharded=True, spoilt=True),
     "rounded": partial(rounded, dtype="bfloat16", sharded=False),
     "rounded, divided": partial(rounded, dtype="bfloat16", sharded="gradients"),
     "not rounded": partial(rounded, dtype=None, sharded=False),
