@@ -27,7 +27,7 @@ BUDGET = {
     "construction": 1500,
     "partition": 1360,
     "simulate": 1150,
-    "sharding": 1020,
+    "sharding": 1040,
     "batches": 990,
     "profiling": 730,
     "plain": 860,

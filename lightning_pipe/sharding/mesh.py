@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, PIPELINE, TENSOR
 from lightning_pipe.transport.base import Transport
 
 NAMES = (PIPELINE, DATA, TENSOR)
+_MADE: list[Transport] = []
+"""What the meshes of this process's runs go through."""
 
 
 def device_mesh(transport: Transport) -> Any:
@@ -21,7 +24,19 @@ def device_mesh(transport: Transport) -> Any:
     Returns:
         torch's ``DeviceMesh``; ``mesh["data_parallel"]`` and ``mesh["tensor_parallel"]`` are as in Lightning's
         ``ModelParallelStrategy``.
+
+    Raises:
+        ConfigurationError: a run of this process with a mesh has failed. A mesh is equal to another one of the same
+            processes, and torch (2.13) keeps by it which groups operations on DTensors go through: those have ended.
     """
+    if any(each.board is not None and each.board.failure is not None for each in _MADE):
+        raise ConfigurationError(
+            "A run of these processes with divided parameters has failed. torch would let this run communicate through "
+            "that run's connections, which have ended.",
+            hint="Start the processes anew for each run behind an error with tensor_parallel_size, "
+            'shard_optimizer="parameters" or a module that divides itself.',
+        )
+    _MADE.append(transport)
     from torch.distributed.device_mesh import DeviceMesh
 
     topology = transport.topology

@@ -34,6 +34,7 @@ from lightning_pipe.sharding.tensor_parallel import (
 )
 from lightning_pipe.trainer.model_sharding import ModelSharding, check
 from tests.support import oracle, processes
+from tests.support.pairs import slow_but
 from tests.support.sharded_runs import MODELS, Pair, Pairs, divide_pair
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -132,14 +133,15 @@ REFUSED = {
     "computed": "The plan of tensor parallelism fails for 'layers.1'",
 }
 TRAINED = ("left out", "guessed")
+BEHIND = "A run of these processes with divided parameters has failed"
 
 
-def fit_unusual(process: int) -> dict[str, Any]:
-    """What an error says, or the weights, of each kind."""
+def fit_unusual(process: int, refused: str) -> dict[str, Any]:
+    """What an error says, or the weights, of each kind; then of a run behind an error."""
     quiet()
     options: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "micro_batches": 2}
     found: dict[str, Any] = {}
-    for kind in (*TRAINED, *REFUSED):
+    for kind in (*TRAINED, refused, "behind"):
         strategy = PipeStrategy(**options, parallelize=divide_down if kind == "left out" else divide_pair)
         try:
             found[kind] = oracle.fit(unusual(kind), MODELS["pairs"].batches(2), strategy=strategy, devices=2).weights
@@ -156,7 +158,7 @@ def unusual(kind: str) -> Any:
         nn.utils.parametrizations.weight_norm(module.layers[1].up)
     elif kind == "guessed":
         module.others = copy.deepcopy(module.layers)
-    else:
+    elif kind in ("module", "left out"):
         module.layers[1].up = module.layers[0].up
     return module
 
@@ -167,11 +169,13 @@ def divide_down(layer: nn.Module, mesh: Any) -> None:
 
 
 @pytest.mark.timeout(100)
-def test_what_is_refused_before_torch_fails() -> None:
+@pytest.mark.parametrize("refused", slow_but(REFUSED, "computed"))
+def test_what_is_refused_before_torch_fails(refused: str) -> None:
+    """And no run goes on behind that in the same processes: torch would use connections that have ended."""
     truths = {kind: oracle.fit(unusual(kind), MODELS["pairs"].batches(2)).weights for kind in TRAINED}
-    for found in processes.run_trainers(fit_unusual, 2, timeout=80):
-        for kind, words in REFUSED.items():
-            assert words in found[kind]
+    for found in processes.run_trainers(fit_unusual, 2, timeout=80, refused=refused):
+        assert REFUSED[refused] in found[refused]
+        assert BEHIND in found["behind"]
         for kind, truth in truths.items():
             oracle.assert_equal(oracle.Trace(weights=found[kind]), oracle.Trace(weights=truth))
 
