@@ -3,100 +3,67 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.config import MICRO_BATCHES_PER_RANK, Auto, Sharding, divided
+from lightning_pipe.config import MICRO_BATCHES_PER_RANK, divided
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.layer_sizes import estimated, profile_path, stored
 from lightning_pipe.planning.search import search, usual
 from lightning_pipe.profiling.measure import run_conditions
-from lightning_pipe.schedules import Family
-from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.trainer.options import Options
 
 AUTO = "auto"
 
 
-@dataclass(frozen=True)
-class ScheduleChoice:
-    """A schedule and why.
-
-    Args:
-        family: the schedule.
-        reason: for the plan.
-        recompute: whether activations are computed again.
-        shard_optimizer: what the holders of copies of a stage divide.
-    """
-
-    family: Family
-    reason: str
-    recompute: Recompute = "never"
-    shard_optimizer: Sharding = False
-
-    @property
-    def label(self) -> str:
-        """What was chosen."""
-        words = divided(self.shard_optimizer)
-        extra = ", recompute" * (self.recompute != "never") + f", {words}" * bool(words)
-        return f"{self.family.label}{extra}"
-
-
 def choose(
-    module: nn.Module,
-    layers: str | Sequence[str] | None,
-    ranks: int,
-    micro_batches: int | Auto,
-    device: torch.device,
-    processes: int = 1,
-    recompute: Recompute = "never",
-    *,
-    in_parts: bool = False,
-) -> ScheduleChoice:
+    module: nn.Module, options: Options, ranks: int, device: torch.device, processes: int = 1, *, in_parts: bool = False
+) -> Options:
     """The fastest schedule with a flush for one pipeline of so many ranks, as far as it can be told before a run.
 
     The size of the batch is not known yet: micro-batches are as many as ``micro_batches="auto"`` makes of a large
     batch, and as small as those that were measured. What sizes there are, replicas and the batch stay as they are.
     Stages are cut so that the slowest one is fastest, or close by. What does not fit by a measured profile gets a
-    sharded optimizer, or recomputation.
+    sharded optimizer, or recomputation; the most that can be divided stays.
 
     Args:
         module: the module, whose profile may be stored.
-        layers: where its layers are.
+        options: as the user wants them; recomputation that is "never" is left open.
         ranks: of a pipeline.
-        micro_batches: as the user wants them.
         device: of this process.
         processes: on this host.
-        recompute: as the user wants it; "never" leaves it open.
         in_parts: whether several processes divide parameters.
+
+    Returns:
+        The options with the schedule and why, and with what makes it fit.
 
     Raises:
         ConfigurationError: the layers are not there yet, or nothing fits.
     """
     try:
-        sequence = find_layers(module, layers, ranks)
+        layers = find_layers(module, options.layers, ranks)
     except PartitionError as error:
         raise ConfigurationError(
             f'schedule="auto" looks at the layers before the run, and they cannot be found: {error}',
             hint='Name a schedule such as "1f1b", or build the layers in __init__.',
         ) from error
     if ranks == 1:
-        return ScheduleChoice(schedules.get("1f1b"), "one rank waits for nobody", recompute)
+        return replace(options, family=schedules.get("1f1b"), chosen_by="one rank waits for nobody")
     conditions = {**run_conditions(device), "ranks": str(ranks)}
     del conditions["precision"]  # the strategy knows it when the run has begun
-    profile, source = estimated(module, sequence), "the layers' parameters; `lightning-pipe profile` measures them"
+    profile, source = estimated(module, layers), "the layers' parameters; `lightning-pipe profile` measures them"
     limit = None  # without a profile nothing is known of activations
     try:
-        if (found := stored(module, sequence, conditions)) is not None:
-            profile, source = found, str(profile_path(module, sequence))
+        if (found := stored(module, layers, conditions)) is not None:
+            profile, source = found, str(profile_path(module, layers))
             limit = memory_of_a_process(device, processes)
     except ConfigurationError as error:
         source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
-    number = MICRO_BATCHES_PER_RANK * ranks if micro_batches == "auto" else micro_batches
+    number = MICRO_BATCHES_PER_RANK * ranks if options.micro_batches == "auto" else options.micro_batches
     result = search(
         profile,
         ranks,
@@ -108,8 +75,14 @@ def choose(
         memory=limit,
     )
     own = result.best.configuration
-    chosen = own.recompute if recompute == "never" else recompute
-    return ScheduleChoice(own.family, f"{result.reason} By {source}", chosen, own.shard_optimizer)
+    kept = in_parts or options.shard_optimizer == "gradients" or not own.shard_optimizer
+    return replace(
+        options,
+        family=own.family,
+        recompute=own.recompute if options.recompute == "never" else options.recompute,
+        shard_optimizer=options.shard_optimizer if kept else own.shard_optimizer,
+        chosen_by=f"{result.reason} By {source}",
+    )
 
 
 def memory_of_a_process(device: torch.device, processes: int) -> float:
@@ -124,14 +97,21 @@ def memory_of_a_process(device: torch.device, processes: int) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
 
 
-def same_everywhere(choice: ScheduleChoice, of_rank_0: str) -> None:
+def label(options: Options) -> str:
+    """What was chosen, in words."""
+    words = divided(options.shard_optimizer)
+    extra = ", recompute" * (options.recompute != "never") + f", {words}" * bool(words)
+    return f"{options.family.label}{extra}"
+
+
+def same_everywhere(here: str, of_rank_0: str) -> None:
     """Every process has looked for itself: refuse to go on if what it found is not what rank 0 has found.
 
     Raises:
         ConfigurationError: with both.
     """
-    if choice.label != of_rank_0:
+    if here != of_rank_0:
         raise ConfigurationError(
-            f'schedule="auto": rank 0 chooses {of_rank_0}, this rank {choice.label}: their profiles differ.',
+            f'schedule="auto": rank 0 chooses {of_rank_0}, this rank {here}: their profiles differ.',
             hint="Give all machines the same profile, or name the schedule.",
         )

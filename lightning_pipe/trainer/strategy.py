@@ -187,7 +187,6 @@ class PipeStrategy(ParallelStrategy):
             shard_optimizer=shard_optimizer,
             reduce_dtype=dtype,
         )
-        self._choice: schedule_choice.ScheduleChoice | None = None
         self._divided: DividedModule | None = None
         self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
         self._backend, self._timeout, self._rank_order = process_group_backend, timeout, rank_order
@@ -282,7 +281,7 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self._auto and self._choice is None:
+        if self._auto and not self._options.chosen_by:
             self._choose()
         super().setup_environment()
         module, environment = self.lightning_module, self.cluster_environment
@@ -295,8 +294,9 @@ class PipeStrategy(ParallelStrategy):
         seed = processes.connect(trainer, lambda: World.open(self.layout, self.family, *place))
         if processes.signals is not None and self.world_size > 1:
             self._changed.enter_context(processes.signals.installed())
-        if self._choice is not None:
-            schedule_choice.same_everywhere(self._choice, self.broadcast(self._choice.label))
+        if self._auto:
+            chosen = schedule_choice.label(self._options)
+            schedule_choice.same_everywhere(chosen, self.broadcast(chosen))
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         by_module = self.sharding.connect(module, processes.connected)
@@ -309,18 +309,12 @@ class PipeStrategy(ParallelStrategy):
 
     def _choose(self) -> None:
         """Choose the schedule."""
-        own, ranks, module = self._options, self.layout.pipeline_parallel_size, self.lightning_module
+        module = self.lightning_module
         assert module is not None
-        divides = self.sharding.at_once(module)
-        of_user = own.micro_batches, self.root_device, self.processes_here, own.recompute
-        found = schedule_choice.choose(module, own.layers, ranks, *of_user, in_parts=divides)
-        self._choice, self.family, self._layout = found, found.family, None
-        # the most that can be divided stays
-        kept = divides or own.shard_optimizer == "gradients" or not found.shard_optimizer
-        sharding = own.shard_optimizer if kept else found.shard_optimizer
-        self._options = replace(
-            own, family=found.family, recompute=found.recompute, shard_optimizer=sharding, chosen_by=found.reason
-        )
+        ranks, place = self.layout.pipeline_parallel_size, (self.root_device, self.processes_here)
+        by_parts = self.sharding.at_once(module)
+        self._options = schedule_choice.choose(module, self._options, ranks, *place, in_parts=by_parts)
+        self.family, self._layout = self._options.family, None
 
     @override
     @contextmanager

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe import CostProfile, PipeStrategy, schedules
+from lightning_pipe import CostProfile, PipeStrategy
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.cost_profile import SizeCosts
@@ -21,12 +21,8 @@ from lightning_pipe.planning.layer_sizes import profile_path, without_times
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.simulate import Link
 from lightning_pipe.trainer import schedule_choice
-from lightning_pipe.trainer.schedule_choice import (
-    ScheduleChoice,
-    choose,
-    memory_of_a_process,
-    same_everywhere,
-)
+from lightning_pipe.trainer.options import Options
+from lightning_pipe.trainer.schedule_choice import choose, label, memory_of_a_process, same_everywhere
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET
@@ -58,46 +54,51 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
 
 
+def chosen(module: nn.Module, ranks: int, *, in_parts: bool = False, **options: Any) -> Options:
+    """The options with the schedule that is chosen for such a strategy."""
+    return choose(module, PipeStrategy(schedule="auto", **options)._options, ranks, CPU, in_parts=in_parts)
+
+
 def test_the_choice_follows_the_stored_profile(cache: Path) -> None:
-    by_parameters = choose(net(), None, 4, 4, CPU)
+    by_parameters = chosen(net(), 4, micro_batches=4)
     assert by_parameters.family.synchronous
-    assert "By the layers' parameters" in by_parameters.reason
+    assert "By the layers' parameters" in by_parameters.chosen_by
     store(net(), cache, message=1e-9)
-    cheap = choose(net(), None, 4, 4, CPU)
+    cheap = chosen(net(), 4, micro_batches=4)
     store(net(), cache, message=0.02)
-    dear = choose(net(), None, 4, 4, CPU)
-    assert str(cache) in cheap.reason
-    assert cheap.family.label in cheap.reason
+    dear = chosen(net(), 4, micro_batches=4)
+    assert str(cache) in cheap.chosen_by
+    assert cheap.family.label in cheap.chosen_by
     # where messages are dear, the schedules with several stages on a rank and more messages fall behind
     assert cheap.family != dear.family
     assert dear.family.stages_per_rank == 1
 
 
 def test_what_does_not_fit_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(memory: float, recompute: Any = "never") -> ScheduleChoice:
+    def within(memory: float, recompute: Any = "never") -> Options:
         monkeypatch.setattr(schedule_choice, "memory_of_a_process", lambda *_: memory)
-        return choose(net(), None, 4, 8, CPU, recompute=recompute)
+        return chosen(net(), 4, micro_batches=8, recompute=recompute)
 
     store(net(), cache, message=1e-9, saved=1e6)
-    assert chosen(1e12).recompute == "never"
+    assert within(1e12).recompute == "never"
     # schedules that hold a half and a third of the activations come before recomputation
-    assert chosen(7e6).label == "zero_bubble variant=v_half"
-    assert chosen(5e6).label == "zero_bubble variant=v_min"
-    few = chosen(3e6)
+    assert label(within(7e6)) == "zero_bubble variant=v_half"
+    assert label(within(5e6)) == "zero_bubble variant=v_min"
+    few = within(3e6)
     assert few.recompute == "always"
-    assert few.label.endswith("recompute")
+    assert label(few).endswith("recompute")
     with pytest.raises(ConfigurationError, match=r"(?s)Nothing fits into.*Use more ranks"):
-        chosen(1e6)
-    assert chosen(1e12, "except_last").recompute == "except_last"
+        within(1e6)
+    assert within(1e12, "except_last").recompute == "except_last"
     # Of activations only a measured profile knows.
     store(net(), cache, message=1e-9, saved=1e6, threads="77")
-    assert chosen(3e6).recompute == "never"
+    assert within(3e6).recompute == "never"
 
 
 def test_no_stage_is_computed_on_two_ranks_where_parameters_are_divided(cache: Path) -> None:
     store(net(), cache, message=1e-9)
-    assert choose(net(), None, 4, 8, CPU).family.name == "dualpipe"
-    assert choose(net(), None, 4, 8, CPU, in_parts=True).family.name == "dualpipev"
+    assert chosen(net(), 4, micro_batches=8).family.name == "dualpipe"
+    assert chosen(net(), 4, micro_batches=8, in_parts=True).family.name == "dualpipev"
 
 
 def test_the_memory_of_a_process() -> None:
@@ -106,14 +107,14 @@ def test_the_memory_of_a_process() -> None:
 
 def test_a_profile_of_other_conditions_is_not_used_and_that_is_said(cache: Path) -> None:
     store(net(), cache, message=1e-9, threads="77")
-    reason = choose(net(), None, 4, "auto", CPU).reason
+    reason = chosen(net(), 4).chosen_by
     assert f"threads 77 in the profile, {run_conditions(CPU)['threads']} now" in reason
 
 
 def test_one_rank_needs_no_choice_and_layers_must_be_there() -> None:
-    assert choose(net(), None, 1, "auto", CPU).family.name == "1f1b"
+    assert chosen(net(), 1).family.name == "1f1b"
     with pytest.raises(ConfigurationError, match="looks at the layers before the run"):
-        choose(nn.Linear(2, 2), None, 2, "auto", CPU)
+        chosen(nn.Linear(2, 2), 2)
     with pytest.raises(ConfigurationError, match="chooses the stages of one pass, got stages=4"):
         PipeStrategy(schedule="auto", stages=4)
     with pytest.raises(ConfigurationError, match=r"balance=\[2, 2\](.|\n)*name a schedule"):
@@ -121,10 +122,9 @@ def test_one_rank_needs_no_choice_and_layers_must_be_there() -> None:
 
 
 def test_ranks_that_choose_differently_are_refused() -> None:
-    choice = ScheduleChoice(schedules.get("gpipe"), "")
-    same_everywhere(choice, "gpipe")
+    same_everywhere("gpipe", "gpipe")
     with pytest.raises(ConfigurationError, match="rank 0 chooses 1f1b, this rank gpipe"):
-        same_everywhere(choice, "1f1b")
+        same_everywhere("gpipe", "1f1b")
 
 
 def train(process: int, folder: str) -> tuple[str, str]:
