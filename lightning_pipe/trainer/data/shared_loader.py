@@ -29,7 +29,6 @@ from lightning_pipe.transport.base import Transport
 _OWN = frozenset({"loader", "_transport", "_source", "_share", "_length", "_states", "compare"})
 
 _STATEFUL = ("state_dict", "load_state_dict")
-_END = object()
 
 
 class SharedDataLoader:
@@ -72,69 +71,60 @@ class SharedDataLoader:
         return self._share(message)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._load() if self.loads else self._follow()
+        iterator: Iterator[Any] = iter(())
+
+        def begin() -> tuple[Any, ...]:
+            nonlocal iterator
+            iterator = iter(self.loader)
+            return "start", sized_len(self.loader), None
+
+        _, vars(self)["_length"], _ = self._loaded(begin)
+        sampler = getattr(self.loader, "batch_sampler", None)
+        if isinstance(sampler, IndexBatchSampler) and not self.loads:
+            sampler.seen_batch_indices = []
+        batches = self._batches(iterator)
         return batches if self.compare is None else self._compared(batches, self.compare)
 
-    def _load(self) -> Iterator[Any]:
-        """Iterate the loader, and send its batches."""
-        iterator = self._send(lambda: (iter(self.loader), "start", sized_len(self.loader), None))
-        vars(self)["_length"] = sized_len(self.loader)
-        return self._loaded(iterator)
-
-    def _loaded(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        # as where they are loaded, or the host would wait for their way to the device
+        pins = not self.loads and getattr(self.loader, "pin_memory", False) and self._transport.device.type == "cuda"
         for number in count():
-            if (batch := self._send(partial(self._next, iterator, number))) is _END:
+            what, batch, indices = self._loaded(partial(self._next, iterator, number))
+            if what == "stop":
                 return
-            yield batch
+            if indices is not None and not self.loads:
+                self.loader.batch_sampler.seen_batch_indices.append(indices)
+            yield tree_map(_pinned, batch) if pins else batch
 
     def _next(self, iterator: Iterator[Any], number: int) -> tuple[Any, ...]:
-        """The next batch, and what is to be sent of it: its places in the dataset, too, where a prediction asks."""
+        """The next batch, and its places in the dataset where a prediction asks."""
         try:
             batch = next(iterator)
         except StopIteration:
-            return _END, "stop", None, None
+            return "stop", None, None
         sampler = getattr(self.loader, "batch_sampler", None)
         # worker processes are ahead of the batch that is due
         indices = sampler.seen_batch_indices[number] if isinstance(sampler, IndexBatchSampler) else None
-        return batch, "batch", batch, indices
+        return "batch", batch, indices
 
-    def _send(self, load: Callable[[], tuple[Any, ...]]) -> Any:
-        """Send what some code loads, or its error, with the random states that are new; returns the first item."""
+    def _loaded(self, load: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What some code returns where it loads, on all ranks, with the random states that are new."""
+        if not self.loads:
+            *message, states = self.share(None)
+            if message[0] == "error":
+                raise CommunicationError(f"Loading failed on {self._transport.describe(self._source)}:\n{message[1]}")
+            _set_random_states(states)
+            return tuple(message)
         try:
-            result, *message = load()
+            loaded = load()
         except Exception as error:
             text = "".join(traceback.format_exception(error)).rstrip()
             with suppress(CommunicationError):  # the loader's own error is what counts
                 self.share(("error", text, None, None))
             raise
         before, vars(self)["_states"] = self._states, _random_states()
-        self.share((*message, {name: state for name, state in self._states.items() if state != before.get(name)}))
-        return result
-
-    def _follow(self) -> Iterator[Any]:
-        """Receive the batches of the process that loads."""
-        _, vars(self)["_length"], _ = self._receive()
-        sampler = getattr(self.loader, "batch_sampler", None)
-        if not isinstance(sampler, IndexBatchSampler):
-            return self._received([])
-        sampler.seen_batch_indices = []
-        return self._received(sampler.seen_batch_indices)
-
-    def _received(self, seen: list[Any]) -> Iterator[Any]:
-        # as where it was loaded, or the host would wait for its way to the device
-        pins = getattr(self.loader, "pin_memory", False) and self._transport.device.type == "cuda"
-        while (message := self._receive())[0] != "stop":
-            _, batch, indices = message
-            if indices is not None:
-                seen.append(indices)
-            yield tree_map(_pinned, batch) if pins else batch
-
-    def _receive(self) -> tuple[str, Any, Any]:
-        what, content, indices, states = self.share(None)
-        if what == "error":
-            raise CommunicationError(f"Loading failed on {self._transport.describe(self._source)}:\n{content}")
-        _set_random_states(states)
-        return what, content, indices
+        self.share((*loaded, {name: state for name, state in self._states.items() if state != before.get(name)}))
+        return loaded
 
     def _compared(self, batches: Iterator[Any], compare: Callable[[int, bool], None]) -> Iterator[Any]:
         number = 0
