@@ -46,7 +46,7 @@ class Processes:
 
     @property
     def _board(self) -> FailureBoard | None:
-        return None if self.world is None else self.world.board
+        return None if self.world is None else self.world.transport.board
 
     # ------------------------------------------------------------------ beginning, end and failure
 
@@ -61,8 +61,8 @@ class Processes:
         self._trainer = trainer
         if self.world is None:
             self.world = open_world()
-            if self.world.board is not None:
-                self._meetings = Meetings(self.world.board, self._child_has_ended)
+            if self._board is not None:
+                self._meetings = Meetings(self._board, self._child_has_ended)
         self.signals = Signals(trainer, self.world)
         return self.world.share_randomness()
 

@@ -6,7 +6,6 @@ other processes may be waiting for a message of this very process, and would do 
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +49,6 @@ class Signals:
         self._trainer, self._world = trainer, world
         self._connector = trainer._signal_connector
         self._requeue: _Handler = self._connector._slurm_sigusr_handler_fn
-        self._parent = os.getppid()
         self.asked = [False, False]
         """Whether this process was asked to end, and to save and be requeued."""
         self.told = [False, False]
@@ -88,8 +86,9 @@ class Signals:
             self._requeue(signal.SIGUSR1, None)
         if end:
             self._connector.received_sigterm = True
-            if self._world.board is not None:  # all leave together: what they still do, such as to save, takes its time
-                self._world.board.noticed.set()
+            board = self._world.transport.board
+            if board is not None:  # all leave together: what they still do, such as to save, takes its time
+                board.noticed.set()
             raise SIGTERMException
         if self.asked[0]:
             self._since = self._since or time.monotonic()
@@ -103,8 +102,7 @@ class Signals:
         if launcher is not None:
             launcher.kill(number)
         self.asked[0] = True
-        # in an evaluation nothing is to be saved; without the first process nobody will ask any more
-        if not self._trainer.training or os.getppid() != self._parent:
+        if not self._trainer.training:  # in an evaluation nothing is to be saved
             raise SIGTERMException
 
     def _on_requeue(self, *_: Any) -> None:
@@ -128,7 +126,7 @@ def leaving_with_others(trainer: Any) -> Iterator[None]:
         yield
     except CommunicationError:
         world = trainer.strategy.processes.world
-        failure = None if world is None or world.board is None else world.board.failure
+        failure = None if world is None or world.transport.board is None else world.transport.board.failure
         if failure is None or failure.kind not in ENDINGS:
             raise
         raise ENDINGS[failure.kind] from None

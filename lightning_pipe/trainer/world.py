@@ -59,14 +59,12 @@ class World:
     Args:
         layout: sizes of pipelines and replicas.
         transport: this process's transport.
-        board: where failures are reported; ``None`` for one process.
         replicas: torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline.
         local: while a user's step runs, in which not all processes take part: collectives concern the replicas alone.
     """
 
     layout: RunLayout
     transport: Transport
-    board: FailureBoard | None = None
     replicas: Any | None = None
     local: bool = False
     _owner: int = field(default_factory=os.getpid, init=False, repr=False)
@@ -111,8 +109,7 @@ class World:
                 made = [dist.new_group(sorted(group), timeout=timeout) for group in groups]
                 own = world.transport.process
                 world.replicas = next(each for each, group in zip(made, groups, strict=True) if own in group)
-        world.board = FailureBoard(default_store(), world.transport)
-        world.board.watch(stall=timeout.total_seconds())
+        FailureBoard(default_store(), world.transport).watch(stall=timeout.total_seconds())
         atexit.register(world.end)
         return world
 
@@ -120,8 +117,9 @@ class World:
         """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
         if os.getpid() != self._owner:  # a copy of the process that the user's code has made: none of it is its own
             return
-        if self.board is not None and self.board.noticed.is_set():
-            self.board.close()
+        board = self.transport.board
+        if board is not None and board.noticed.is_set():
+            board.close()
         else:
             self.close()
             if dist.is_initialized():
@@ -130,9 +128,9 @@ class World:
     def close(self) -> None:
         """Let go of the other processes: sockets, threads, groups and the store. Idempotent."""
         atexit.unregister(self.end)
-        if self.board is not None:
-            self.board.close()
-        self.board = self.replicas = None
+        if self.transport.board is not None:
+            self.transport.board.close()
+        self.replicas = None
         self.transport.close()
 
     @property

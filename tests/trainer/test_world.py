@@ -34,7 +34,7 @@ def trainer(strategy: Any, devices: int = 1, **options: Any) -> L.Trainer:
 
 def test_a_copy_of_the_process_closes_nothing() -> None:
     closed: list[int] = []
-    transport: Any = SimpleNamespace(close=lambda: closed.append(1))
+    transport: Any = SimpleNamespace(board=None, close=lambda: closed.append(1))
     sizes: Any = None
     world = World(sizes, transport)
     if (copy := os.fork()) == 0:
