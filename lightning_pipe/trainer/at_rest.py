@@ -49,20 +49,20 @@ def size_of(module: nn.Module) -> int:
     return sum({id(tensor): tensor.nbytes for _, tensor in named_tensors(module)}.values())
 
 
-def finish_run(module: pl.LightningModule, pipeline: Pipeline, *, gather: bool) -> None:
+def finish_run(module: pl.LightningModule, pipeline: Pipeline, *, whole: bool) -> None:
     """At the end of a run: give every rank the whole module, or leave it divided. Collective over the pipeline.
 
     Args:
         module: the LightningModule, in host memory.
         pipeline: the module over the ranks.
-        gather: whether every rank gets the whole module.
+        whole: whether every rank gets the whole module.
     """
-    if gather:
-        _make_whole(module, pipeline)
+    vars(module)[_KEY] = AtRest(pipeline)
+    if whole:
+        gather(module)
         return
     pipeline.agree_on_lost()  # who has copies of weights that hooks have made
     pipeline.ownership.remedy = _ASK
-    vars(module)[_KEY] = AtRest(pipeline)
     rank_zero_info(
         f"{type(module).__name__} ({memory(size_of(module))}) stays divided over the ranks. {CALL}, called on all "
         f"ranks, gives each of them the whole module."
@@ -81,9 +81,13 @@ def gather(module: pl.LightningModule) -> None:
     Args:
         module: the LightningModule.
     """
-    if (pipeline := resting(module)) is not None:
-        _make_whole(module, pipeline)
-        forget(module)
+    if (pipeline := resting(module)) is None:
+        return
+    pipeline.restore()
+    forget(module)
+    for part in module.modules():
+        if vars(part).get(_EXPORT) is _refused:
+            del vars(part)[_EXPORT]
 
 
 def forget(module: nn.Module) -> None:
@@ -127,13 +131,6 @@ def refuse_export(module: nn.Module) -> None:
     for part in module.modules():
         if hasattr(part, _EXPORT):
             vars(part)[_EXPORT] = _refused
-
-
-def _make_whole(module: nn.Module, pipeline: Pipeline) -> None:
-    pipeline.restore()
-    for part in module.modules():
-        if vars(part).get(_EXPORT) is _refused:
-            del vars(part)[_EXPORT]
 
 
 def _refused(*_: Any, **__: Any) -> NoReturn:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
@@ -514,8 +514,8 @@ class PipeStrategy(ParallelStrategy):
     ) -> None:
         divided = self._options.shard_optimizer or self.sharding.mesh is not None
         whole = self.pipeline_parallel_size == 1 and not self._save_folder and not divided
-        checkpoints = self._checkpoints()
-        if not checkpoints.may_save(filepath, alone=whole):
+        if self.processes.interrupted and not whole:
+            rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
             return
         if self._divided is not None and self._divided.run is not None:
             self._divided.run.loaders.order.save(checkpoint)
@@ -583,4 +583,4 @@ class PipeStrategy(ParallelStrategy):
         module.cpu()  # as `Strategy.teardown` will do; the whole module may not fit on this device
         small = whole and (size_of(module) <= self._gather_limit or self.pipeline_parallel_size == 1)
         # what layers change in their buffers, other ranks do not see: one of them decides
-        finish_run(module, pipeline, gather=self.broadcast(small))
+        finish_run(module, pipeline, whole=self.broadcast(small))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,22 +68,6 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ saving
 
-    def may_save(self, path: Location, *, alone: bool) -> bool:
-        """Whether a checkpoint can be written; after an error nobody answers any more. Collective over the world.
-
-        Args:
-            path: the checkpoint.
-            alone: whether this process has all of it.
-
-        Raises:
-            ConfigurationError: a step runs.
-        """
-        if self.processes.interrupted and not alone:
-            rank_zero_warn(f"{path} was not written: after an error the stages cannot be gathered any more.")
-            return False
-        self.processes.meet("trainer.save_checkpoint()", outside_step=True)
-        return True
-
     def save_file(self, checkpoint: dict[str, Any], path: Location, io: CheckpointIO, storage_options: Any) -> None:
         """Write one ordinary file. Collective over the first pipeline, and over those that divide parameters.
 
@@ -102,8 +87,10 @@ class Checkpoints:
                 "its share."
             )
         gathered = gather(checkpoint, self._owners(checkpoint), self._transport)
-        if gathered is not None:
-            file.write(gathered, path, io, storage_options)
+        if gathered is None:
+            return
+        with file.atomic_write(os.fspath(path)) if file.is_ours(path, io) else nullcontext(path) as place:
+            io.save_checkpoint(gathered, place, storage_options=storage_options)
 
     def save_folder(self, checkpoint: dict[str, Any], path: Location, optimizers: Sequence[Optimizer]) -> None:
         """Write a folder. Collective over the world; replicas beside the first have nothing to add."""

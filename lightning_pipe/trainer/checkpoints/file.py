@@ -26,22 +26,6 @@ def is_ours(path: str | Path, io: CheckpointIO) -> bool:
     return type(io) is TorchCheckpointIO and is_local_path(path)
 
 
-def write(checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any) -> None:
-    """Let a plugin write a checkpoint; a local file of Lightning's own appears in its place when it is complete.
-
-    Args:
-        checkpoint: all of it.
-        path: the file.
-        io: the Trainer's plugin.
-        storage_options: for the plugin.
-    """
-    if not is_ours(path, io):
-        io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        return
-    with atomic_write(os.fspath(path)) as unfinished:
-        io.save_checkpoint(checkpoint, unfinished, storage_options=storage_options)
-
-
 def read(path: str, weights_only: bool | None) -> Any:
     """Read a file; it is mapped into memory where that is possible, so that only what is used is read.
 

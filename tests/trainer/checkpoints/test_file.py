@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,9 +116,14 @@ def small_disk() -> Iterator[None]:
 
 def test_a_full_disk_is_named_and_the_last_checkpoint_stays(tmp_path: Path, small_disk: None) -> None:
     path = tmp_path / "last.ckpt"
-    file.write({"a": 1}, path, TorchCheckpointIO(), None)
+
+    def write(content: Any) -> None:
+        with atomic_write(str(path)) as place:
+            TorchCheckpointIO().save_checkpoint({"a": content}, place)
+
+    write(1)
     with pytest.raises(CheckpointError, match=r"last\.ckpt could not be written: File too large"):
-        file.write({"a": torch.zeros(10_000)}, path, TorchCheckpointIO(), None)
+        write(torch.zeros(10_000))
     assert torch.load(path) == {"a": 1}
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
