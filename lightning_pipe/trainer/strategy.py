@@ -517,6 +517,8 @@ class PipeStrategy(ParallelStrategy):
         if self.processes.interrupted and not whole:
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
             return
+        self.processes.meet("trainer.save_checkpoint()", outside_step=True)
+        checkpoints = self._checkpoints()
         if self._divided is not None and self._divided.run is not None:
             self._divided.run.loaders.order.save(checkpoint)
         if self._save_folder:
