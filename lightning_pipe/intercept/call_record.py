@@ -45,10 +45,13 @@ class Shape(tuple[int, ...]):
 
 
 class Unseen:
-    """Stands for an argument of a hook that no message can hold."""
+    """Stands for a result, or an argument of a hook, that no message can hold: of which type it is."""
 
     def __init__(self, kind: str) -> None:
         vars(self)["kind"] = kind
+
+    def __str__(self) -> str:
+        return str(vars(self)["kind"])
 
     def __getattr__(self, name: str) -> Any:
         raise CutError(

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipe.intercept.call_record import PLAIN, CallRecord, Unseen
-from lightning_pipe.intercept.describe import described_leaves
+from lightning_pipe.intercept.call_record import CallRecord, Unseen
+from lightning_pipe.intercept.describe import described
 from lightning_pipe.intercept.tracker import Tracker
-from lightning_pipe.torch_internals import is_compiled, tree_flatten
+from lightning_pipe.torch_internals import is_compiled, tree_map
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.layer_calls import LayerCalls
@@ -97,14 +97,10 @@ def acting(tracker: Tracker) -> Iterator[None]:
 
 
 def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, arguments: Sequence[Any]) -> CallRecord:
-    leaves, structure = tree_flatten(given)
-    position_of = {id(argument): position for position, argument in enumerate(arguments)}
-    leaves = [leaf if id(leaf) in position_of or _is_seen(leaf) else Unseen(type(leaf).__qualname__) for leaf in leaves]
-    described, new = described_leaves(name, leaves, position_of)
+    def seen(leaf: Any) -> Any:
+        own = isinstance(leaf, nn.Parameter) and all(leaf is not argument for argument in arguments)
+        return Unseen(type(leaf).__qualname__) if own else leaf
+
+    structure, leaves, new = described(tree_map(seen, given), arguments)
     numbers, differentiable = tracker.numbers.give_all(new)
-    return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, described, hook=hook)
-
-
-def _is_seen(leaf: Any) -> bool:
-    """Whether a hook on another stage can be given a leaf, or what stands for it."""
-    return leaf is None or (isinstance(leaf, (*PLAIN, Tensor)) and not isinstance(leaf, nn.Parameter))
+    return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, leaves, hook=hook)

@@ -10,24 +10,26 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import CallRecord
-from lightning_pipe.intercept.describe import recorded
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import CallRecord, Unseen
+from lightning_pipe.intercept.describe import described
 from lightning_pipe.intercept.effects import Watch
-from lightning_pipe.intercept.in_place import ParameterUse
+from lightning_pipe.intercept.in_place import Noted, ParameterUse
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.kept_state import Place, in_several_pipes, is_own, written
 from lightning_pipe.intercept.layer_state import LayerState
+from lightning_pipe.intercept.layer_tensors import changed_elsewhere, check_not_shared
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
-from lightning_pipe.intercept.shared_state import changed_elsewhere, check_not_shared
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import copy_of, counting, same_values
-from lightning_pipe.intercept.torch_functions import FLAT
+from lightning_pipe.intercept.torch_functions import FLAT, unique
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.local_parts import local
 from lightning_pipe.skip import SkipKey, StepStore
+from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 
 if TYPE_CHECKING:
@@ -134,7 +136,7 @@ class LayerCalls:
                 changed = tracker.in_place.changed(before, name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
-                call = recorded(cache.records, tracker, name, result, arguments, changed, stashed, popped, watch)
+                call = self._recorded(name, result, arguments, changed, stashed, popped)
                 tracker.calls.append(self._noted(name, module, watch, call, references) if self._others else call)
                 if watch is not None and any(each.state is not None for each in call.effects):
                     self._kept.update(watch.kept_objects(call.effects, arguments))
@@ -160,6 +162,70 @@ class LayerCalls:
         if references is not None or (self._others and name in self.cache.keeping):
             self._seek(references)
         return references
+
+    def _recorded(
+        self,
+        name: str,
+        result: Any,
+        arguments: Sequence[Any],
+        changed: Sequence[Noted],
+        stashed: Mapping[SkipKey, Tensor | None],
+        popped: tuple[SkipKey, ...],
+    ) -> CallRecord:
+        """Number what a call leaves behind, and describe it; one that leaves the same as the last gets its record.
+
+        Args:
+            name: the layer or outside module.
+            result: what it returned.
+            arguments: the leaves of what it was given.
+            changed: those that it has changed in place.
+            stashed: the skip connections that begin in the call.
+            popped: those that end in it.
+
+        Raises:
+            CutError: it returned something that is no tensor and no plain value.
+        """
+        tracker, watch, records = self.tracker, self._watch, self.cache.records
+        # A full description costs more than a small layer computes, and most layers leave one new tensor behind.
+        usual = type(result) is Tensor and not (changed or stashed or popped) and watch is None
+        last = records.get(name) if usual else None
+        if last is not None and _again(last, tracker, result, arguments):
+            tracker.numbers.bind(result, last.numbers[0])
+            return last
+        left = [] if watch is None else [*watch.effects(tracker.numbers.derived, tracker.come_back)]
+        whole = (result, [*stashed.values()], [value for _, value in left]) if stashed or left else result
+        structure, leaves, new = described(whole, arguments)
+        for leaf in leaves:
+            if isinstance(leaf, Unseen):
+                raise CutError(
+                    f"'{name}' returns a {leaf}, which cannot be shown to the next stages.",
+                    hint="Return tensors, numbers, strings, None, and tuples (named ones too), lists or dictionaries "
+                    "of them, or register the type with torch.utils._pytree.register_pytree_node.",
+                )
+        tracker.touch(new, f"the result of {name}", new=True)
+        mutated = tuple([next(at for at, each in enumerate(arguments) if each is tensor) for tensor, *_ in changed])
+        # the record says already that these change: their memory needs no lender
+        others = [(at, owner) for at, owner in enumerate(arguments) if at not in mutated]
+        owners = [*others, *(() if watch is None else watch.attributes())]
+        lent = {at for leaf in new for at in tracker.in_place.lend(leaf, owners)}
+        also = [*(tensor for tensor, *_ in changed), *(one for *_, behind in changed for one in behind)]
+        numbers, differentiable = tracker.numbers.give_all(unique(also) + new if also else new)
+        call = CallRecord(
+            name,
+            numbers,
+            differentiable,
+            structure,
+            leaves,
+            mutated,
+            tuple(stashed),
+            popped,
+            tuple([effect for effect, _ in left]),
+            None if watch is None else next((at for at, each in enumerate(watch.containers) if each is result), None),
+            tuple(sorted(lent, key=str)),
+        )
+        if usual and not lent and isinstance(leaves[0], TensorSpec):
+            records[name] = call
+        return call
 
     def _noted(
         self, name: str, module: nn.Module, watch: Watch | None, call: CallRecord, references: References | None
@@ -226,7 +292,10 @@ class LayerCalls:
             if again and not (self.tracker.alone or state.one_pipe or _is_for_now(place, part, watch)):
                 raise in_several_pipes(state.written(part, place[1]), f"'{name}'")
             if altered:
-                check_not_shared(self.cache.module, (name, module), place, altered, self._may_change)
+                others = self.cache.module.named_modules()
+                check_not_shared(
+                    name, module, place, altered, [each for each in others if not self._may_change(each[1])]
+                )
         for other, attribute in watch.foreign_changes():
             if not self._may_change(watch.foreign[other]):
                 raise changed_elsewhere(name, written(other, attribute))
@@ -296,3 +365,25 @@ def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:
 def _copies(module: nn.Module) -> list[Tensor]:
     """The values of a layer's parameters: nobody counts changes of their ``.data``."""
     return [copy_of(local(each)) for each in module.parameters()]
+
+
+def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:
+    """Whether a call has returned one new tensor as the ``last`` one of its name did."""
+    spec: TensorSpec = last.leaves[0]
+    return (
+        tracker.numbers.following == last.numbers[0]
+        and result.shape == spec.shape
+        and result.dtype == spec.dtype
+        and spec.strides is None
+        and result.is_contiguous()
+        and result.requires_grad == last.differentiable[0]
+        and result._base is None
+        and tracker.numbers.of(result) is None
+        # without a graph, in an evaluation, it may be an argument, or share the memory of one
+        and (
+            result.grad_fn is not None
+            or not (
+                any(result is argument for argument in arguments) or tracker.in_place.lend(result, enumerate(arguments))
+            )
+        )
+    )

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated
+from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.contents import refill
+from lightning_pipe.intercept.describe import stand_ins
 from lightning_pipe.intercept.effects import containers_in
 from lightning_pipe.intercept.inner_hooks import acting
 from lightning_pipe.intercept.kept_state import Key, now, put, put_all
@@ -124,21 +125,9 @@ class SkippedLayers:
 
         A tensor may be there already: a forward hook inside the layer has been given it, or an object holds it.
         """
-        leaves: list[Any] = []
-        new: list[Tensor] = []
-        numbers = iter(call.new_numbers)
-        for leaf in call.leaves:
-            if isinstance(leaf, TensorSpec):
-                found = self._tracker.numbers.find(next(numbers))
-                leaves.append(Placeholder.of(leaf, self._cache.device) if found is None else found)
-                new.append(leaves[-1])
-            elif isinstance(leaf, Passed):
-                leaves.append(arguments[leaf.argument])
-            elif isinstance(leaf, Repeated):
-                leaves.append(leaves[leaf.leaf])
-            else:
-                leaves.append(leaf)
-        return leaves, new
+        there = map(self._tracker.numbers.find, call.new_numbers)
+        leaves = stand_ins(call.leaves, arguments, self._cache.device, there)
+        return leaves, [leaf for leaf, of in zip(leaves, call.leaves, strict=True) if isinstance(of, TensorSpec)]
 
     def _leave(
         self, call: CallRecord, module: nn.Module, whole: Any, containers: list[Any], arguments: Sequence[Any]

@@ -6,7 +6,7 @@ Tags and schemas of torch's own operations say what they do. Functions that are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import LEAF, PLAIN, Passed, Value
-from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.intercept.call_record import LEAF, Value
 from lightning_pipe.torch_internals import tree_flatten, tree_leaves
 
 # ruff: noqa: SIM905  a table of names is easier to read as words than as a list of strings
@@ -161,27 +160,6 @@ def values_read(name: str, result: Any) -> tuple[Any, tuple[Any, ...]] | None:
     if not all(isinstance(leaf, (bool, int, float, complex, str, np.ndarray)) for leaf in leaves):
         return None
     return structure, tuple(Value.of(leaf) for leaf in leaves)
-
-
-def results_told(result: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Any, ...]] | None:
-    """What a function has returned: structure and leaves of its `CallRecord`; ``None``: no other stage can have that.
-
-    Args:
-        result: what it has returned.
-        tensors: those that it was given.
-    """
-    leaves, structure = ([result], LEAF) if type(result) is Tensor else tree_flatten(result)
-    positions, device = {id(tensor): position for position, tensor in enumerate(tensors)}, tensors[0].device
-    described: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            spec = TensorSpec.of(leaf, None if leaf.device == device else leaf.device.type)
-            described.append(Passed(positions[id(leaf)]) if id(leaf) in positions else spec)
-        elif leaf is None or isinstance(leaf, PLAIN):
-            described.append(leaf)
-        else:
-            return None
-    return structure, tuple(described)
 
 
 def results_of(result: Any, written: Iterable[Tensor]) -> list[Tensor]:

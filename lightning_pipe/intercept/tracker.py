@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import check_value
-from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Passed, Value
+from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Unseen
+from lightning_pipe.intercept.describe import described, stand_ins
 from lightning_pipe.intercept.digest import Digest
 from lightning_pipe.intercept.in_place import InPlace, ParameterUse
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
@@ -30,7 +31,6 @@ from lightning_pipe.intercept.torch_functions import (
     is_unfilled,
     leaves_of,
     results_of,
-    results_told,
     values_read,
 )
 from lightning_pipe.intercept.uncounted import UNCOUNTED, check_counted, note_uncounted
@@ -272,7 +272,7 @@ class Tracker(TorchFunctionMode):
         self.in_place.forget(written, name)  # (3): an earlier stage has written values that are not here
         if call.structure is None:
             raise no_value(func, "what it returns, or leaves of a tensor's shape, does not go to other stages")
-        result = tree_unflatten([_stand_in(leaf, tensors) for leaf in call.leaves], call.structure)
+        result = tree_unflatten(stand_ins(call.leaves, tensors, tensors[0].device), call.structure)
         self.follow(results_of(result, written), call)
         return result
 
@@ -292,7 +292,11 @@ class Tracker(TorchFunctionMode):
             result = func(*args, **kwargs)
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
         # what the code reads may decide its path: stages that wait read the same
-        told = results_told(result, tensors) if numbers else values_read(name, result)
+        if numbers:
+            structure, leaves, _ = described(result, tensors, tensors[0].device)
+            told = None if any(isinstance(leaf, Unseen) for leaf in leaves) else (structure, leaves)
+        else:
+            told = values_read(name, result)
         if self.partial and list(map(TensorSpec.of, written)) != shapes:
             told = None
         if self.function and self.partial and (told is None or self.in_place.changed(before, name)):
@@ -354,15 +358,6 @@ class Tracker(TorchFunctionMode):
                 yield
         finally:
             self._off, self.surroundings.inside = off, True
-
-
-def _stand_in(leaf: Any, tensors: Sequence[Tensor]) -> Any:
-    """What a stage without the tensors of a call gets for a leaf of its result."""
-    if isinstance(leaf, TensorSpec):
-        return Placeholder.of(leaf, tensors[0].device)
-    if isinstance(leaf, Passed):
-        return tensors[leaf.argument]
-    return leaf.value if isinstance(leaf, Value) else leaf
 
 
 class _Paused:

@@ -1,4 +1,4 @@
-"""Records of calls: a call like the last one of its layer gets the same record."""
+"""What calls leave behind, as records tell it; a call like the last one of its layer gets the same record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import Passed, Repeated
+from lightning_pipe.intercept.call_record import LEAF, Passed, Repeated, Unseen, Value
+from lightning_pipe.intercept.describe import described, stand_ins
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_unflatten
 from tests.intercept.test_skipped_layers import recorded, run_cache
@@ -46,6 +47,29 @@ def test_leaves_are_described_once() -> None:
 
     leaves = recorded(Returns(several), X, torch.ones(1))[1].leaves
     assert leaves == (TensorSpec((2, 3), torch.float32), Repeated(0), Passed(1), None, 3, "text")
+
+
+def test_results_of_functions_name_the_arguments_that_they_are() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    spec = TensorSpec.of(x)
+    structure, leaves, _ = described(x * 1, [x], x.device)
+    assert (structure, leaves) == (LEAF, (spec,))
+    assert described((x * 1, 3, y * 1), [x, y], x.device)[1] == (spec, 3, spec)
+    assert described(x, [y, x, x], x.device)[1] == (Passed(1),)
+    assert described(x.to("meta"), [x], x.device)[1] == (TensorSpec.of(x, "meta"),)
+    _, (_, unseen), new = described((result := x * 1, object()), [x], x.device)
+    assert isinstance(unseen, Unseen)
+    assert new == [result]
+
+
+def test_a_result_that_comes_twice_is_one_tensor_on_other_stages_too() -> None:
+    x = torch.ones(2)
+    _, leaves, new = described([out := x * 2, out, x], [x], x.device)
+    assert [id(each) for each in new] == [id(out)]
+    first, second, third, number = stand_ins((*leaves, Value.of(3.5)), [x], x.device)
+    assert first is second
+    assert third is x
+    assert number == 3.5
 
 
 def test_a_view_of_an_argument_names_its_lender() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_pipe.intercept.call_record import LEAF, Passed
+from lightning_pipe.intercept.call_record import LEAF
 from lightning_pipe.intercept.torch_functions import (
     changed_in_place,
     draws,
@@ -18,11 +18,9 @@ from lightning_pipe.intercept.torch_functions import (
     is_random,
     leaves_of,
     results_of,
-    results_told,
     unique,
     values_read,
 )
-from lightning_pipe.tensor_spec import TensorSpec
 
 X, Y = torch.ones(2), torch.zeros(2)
 
@@ -108,18 +106,6 @@ def test_numbers_that_are_read_are_kept_and_addresses_are_not() -> None:
     assert value.value == 3.5
     assert values_read("data_ptr", 1234) == (LEAF, (0,))
     assert values_read("sin", X) is None
-
-
-def test_results_are_described() -> None:
-    spec = TensorSpec.of(X)
-    assert results_told(X * 1, [X]) == (LEAF, (spec,))
-    _, leaves = results_told((X * 1, 3, Y * 1), [X, Y])  # type: ignore[misc]
-    assert leaves == (spec, 3, spec)
-    assert results_told(X, [X]) == (LEAF, (Passed(0),))
-    _, leaves = results_told((X * 1, Y), [X, Y])  # type: ignore[misc]
-    assert leaves == (spec, Passed(1))
-    assert results_told(X.to("meta"), [X]) == (LEAF, (TensorSpec.of(X, "meta"),))
-    assert results_told((X * 1, object()), [X]) is None
 
 
 def test_small_helpers() -> None:
