@@ -7,7 +7,6 @@ numbers of its own. All streams derive from the batch's seed, the micro-batch an
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,27 +28,18 @@ def mix(*parts: int) -> int:
     return hash(parts) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-# torch holds a generator's mutex while it makes the tensor of its state, which may collect garbage and give the
-# interpreter to another thread; one that then waits for the mutex keeps the interpreter, for ever (torch 2.13). Only
-# ranks that are threads meet there.
-_ONE_AT_A_TIME = threading.Lock()
-
-
 def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    with _ONE_AT_A_TIME:
-        return [generator.get_state() for generator in generators]
+    return [generator.get_state() for generator in generators]
 
 
 def _seed(generators: Sequence[torch.Generator], seed: int) -> None:
-    with _ONE_AT_A_TIME:
-        for generator in generators:
-            generator.manual_seed(seed)
+    for generator in generators:
+        generator.manual_seed(seed)
 
 
 def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    with _ONE_AT_A_TIME:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 class _Isolated:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.random_streams import RandomStreams
+from lightning_pipe.intercept import library_draws
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.single_process import SingleProcess
@@ -444,13 +444,11 @@ def test_ranks_that_are_threads_never_lose_a_lock_of_numpy() -> None:
     done = []
 
     def draw(rank: int) -> None:
-        streams = RandomStreams(rank, torch.device("cpu"))
         for micro_batch in range(500):
-            streams.seed_user_code(micro_batch)
-            with streams.isolated(micro_batch, rank):
-                np.random.normal(size=100)
-            with streams.batch():
-                np.random.normal(size=100)
+            states = library_draws.states()
+            library_draws.seed_both(micro_batch)
+            np.random.normal(size=100)
+            library_draws.restore(states)
         done.append(rank)
 
     def yields(*_: Any) -> None:
