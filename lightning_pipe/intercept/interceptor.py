@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
@@ -26,7 +26,7 @@ from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
-from lightning_pipe.intercept.torch_patches.patch import current_run, installed
+from lightning_pipe.intercept.torch_patches.patch import current_run, running
 from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
@@ -78,7 +78,7 @@ class Interceptor:
         one_pipe: bool = True,
     ) -> None:
         self.run: StageRun | TurnRun | None = None
-        self._current = lambda: self.run
+        self._patched = False
         show_distributions()
         self.module = module
         self.layers = [layer for _, layer in layers]
@@ -138,9 +138,18 @@ class Interceptor:
             warnings.warn("Model caches (use_cache) are switched off while steps run in a pipeline.", stacklevel=2)
         yield from ((configuration, "use_cache", False) for configuration in switched)
 
-    def torch_patched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def torch_patched(self) -> Iterator[None]:
         """Around many batches: what in torch follows the runs of this thread is put in place once for all of them."""
-        return installed(_PATCHES, self._current)
+        if self._patched:
+            yield
+            return
+        with all_replaced(_PATCHES):
+            self._patched = True
+            try:
+                yield
+            finally:
+                self._patched = False
 
     @property
     def compiled(self) -> bool:
@@ -193,7 +202,7 @@ class Interceptor:
         if isinstance(run, StageRun) and not (run.stage.all or is_recomputing()):
             run.tracker.changing = partial(check_unchanged, self.state)
         try:
-            with self.state.of_run(run):
+            with running(run), self.state.of_run(run):
                 return run.run(step)
         finally:
             self.run = None

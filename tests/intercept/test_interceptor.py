@@ -88,6 +88,16 @@ def test_calls_go_to_the_run_while_the_wrappers_are_on() -> None:
     assert torch.equal(result, net(x))
 
 
+def test_what_is_patched_for_many_batches_is_put_back_behind_the_last_one() -> None:
+    net, before = Net(), nn.Module.__setattr__
+    interceptor = around(net, find_layers(net, "layers"))
+    with interceptor.torch_patched():
+        with interceptor.installed():
+            assert nn.Module.__setattr__ is not before
+        assert nn.Module.__setattr__ is not before
+    assert nn.Module.__setattr__ is before
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_wrappers_take_what_forwards_take(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code may ask: generate() leaves out the mask of a model that takes none."""

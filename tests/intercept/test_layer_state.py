@@ -17,7 +17,8 @@ from lightning_pipe.intercept.absent_value import AbsentValue
 from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.interceptor import ATTRIBUTES
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.torch_patches.patch import installed
+from lightning_pipe.intercept.torch_patches.patch import running
+from lightning_pipe.patches import all_replaced
 
 
 class Keeps(nn.Module):
@@ -61,7 +62,7 @@ class Rank:
             setting=lambda run, *what: self.state.setting(run, *what) if self.state.counts(*what) else None,
         )
         self.state.runs(self.own, self.stage)
-        with installed(ATTRIBUTES, lambda: run), self.state.of_run(run):
+        with all_replaced(ATTRIBUTES), running(run), self.state.of_run(run):
             yield
 
 
