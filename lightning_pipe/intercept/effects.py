@@ -14,18 +14,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.kept_state import Place, is_own, written
+from lightning_pipe.intercept.kept_state import Place, is_data, is_own, written
 from lightning_pipe.intercept.objects import ObjectStates, objects_of
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.tensor_state import same_objects, version_of
 from lightning_pipe.torch_internals import tree_leaves
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) | {"forward"}
-
-
-_Attributes = dict[Place, tuple[Any, list[tuple[Any, int | None]]]]
-"""Attributes that hold tensors, with the leaves before a call and their versions."""
+_NOTHING = Snapshot({})
 
 
 class Effect(NamedTuple):
@@ -52,7 +48,9 @@ class Watch:
         objects: whether other ranks can be shown what changes in objects among the arguments.
 
     Attributes:
-        foreign: modules that this one reaches and that are no parts of it, by their names.
+        seeks: whether attributes are looked for.
+        kept: the attributes of the module and its parts before the call, by their paths.
+        foreign: those of modules that it reaches and that are no parts of it, by their names.
     """
 
     def __init__(
@@ -68,15 +66,9 @@ class Watch:
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
         self._objects, self._shown = ObjectStates(leaves), objects
-        self._attributes: _Attributes | None = None
-        self._kept: Snapshot | None = None
-        self.foreign: Mapping[str, nn.Module] = {}
-        self._foreign: Snapshot | None = None
-
-    @property
-    def seeks(self) -> bool:
-        """Whether attributes are looked for."""
-        return self._attributes is not None
+        self.seeks, self.kept, self.foreign = False, _NOTHING, _NOTHING
+        # those that hold tensors, with the leaves before the call and their versions
+        self._attributes: dict[Place, tuple[Any, list[tuple[Any, int | None]]]] = {}
 
     def seek(self, foreign: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
         """Look for attributes from now on.
@@ -84,16 +76,17 @@ class Watch:
         Args:
             foreign: modules that this one reaches and that are no parts of it, by their names.
         """
+        self.seeks = True
         self._attributes = {
             place: (value, [(leaf, version_of(leaf)) for leaf in tree_leaves(value)])
             for place, value in _attributes(self.module)
         }
-        self._kept = Snapshot({path: part for path, part in self.module.named_modules() if is_own(part)})
-        self.foreign, self._foreign = foreign, Snapshot(foreign)
+        self.kept = Snapshot({path: part for path, part in self.module.named_modules() if is_own(part)})
+        self.foreign = Snapshot(foreign)
 
     def attributes(self) -> Iterator[tuple[Place, Tensor]]:
         """The tensors that the module keeps as attributes before the call; none where nobody looks for them."""
-        for place, (_, leaves) in (self._attributes or {}).items():
+        for place, (_, leaves) in self._attributes.items():
             yield from ((place, leaf) for leaf, _ in leaves if isinstance(leaf, Tensor))
 
     def effects(
@@ -115,26 +108,8 @@ class Watch:
                 yield Effect(number), container
         for number, state, tensors in self._objects.changes(self.name) if self._shown else ():
             yield Effect(number, state), tensors
-        if self._attributes is not None:
-            yield from self._attribute_effects(self._attributes, derived)
-
-    def kept(self) -> dict[Place, list[Any]]:
-        """Where the call has changed what its module keeps, with the lists, dictionaries and objects that changed."""
-        found = () if self._kept is None else self._kept.altered()
-        return {place: [each for each in altered if not isinstance(each, Tensor)] for place, _, altered in found}
-
-    def altered(self) -> Iterator[tuple[Place, bool]]:
-        """Where the call has changed what its module has kept since before, and whether it has done so in place.
-
-        Not buffers: of these `BufferGuard` tells.
-        """
-        for place, known, altered in () if self._kept is None else self._kept.altered():
-            if known and place[1] not in self.module.get_submodule(place[0])._buffers:
-                yield place, bool(altered)
-
-    def foreign_changes(self) -> Iterator[Place]:
-        """What has changed in other modules: their names, and the attributes."""
-        yield from (place for place, *_ in (() if self._foreign is None else self._foreign.altered()))
+        if self.seeks:
+            yield from self._attribute_effects(derived)
 
     def kept_objects(self, effects: Iterable[Effect], leaves: Sequence[Any]) -> dict[int, Any]:
         """The objects that the call has changed, and those that it has put into them, by ``id``.
@@ -148,12 +123,10 @@ class Watch:
         before = {id(each) for each in self._objects.objects}
         return {id(each): each for each in (*changed, *(new for new in objects_of(leaves) if id(new) not in before))}
 
-    def _attribute_effects(
-        self, attributes: _Attributes, derived: Callable[[Tensor], bool]
-    ) -> Iterator[tuple[Effect, Any]]:
+    def _attribute_effects(self, derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, Any]]:
         for place, value in _attributes(self.module):
             leaves = tree_leaves(value)
-            former, before = attributes.get(place, (None, []))
+            former, before = self._attributes.get(place, (None, []))
             if former is value and not isinstance(value, Tensor):
                 continue  # what grows from call to call stays with its stage
             if not same_objects(leaves, [leaf for leaf, _ in before]):
@@ -187,9 +160,6 @@ def _attributes(module: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
     """The attributes of a module and its parts that hold tensors; parameters and buffers are not attributes here."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name in _MODULE_INTERNALS:
-                continue
-            if isinstance(value, Tensor) or (
-                isinstance(value, (list, tuple, dict)) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-            ):
+            holds = isinstance(value, (Tensor, list, tuple, dict)) and is_data(name)
+            if holds and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
                 yield (path, name), value

@@ -285,19 +285,17 @@ class LayerCalls:
             CutError: other modules hold that, too, it has changed another module, or there are several pipes.
         """
         state = self.cache.state
-        for place, altered in watch.kept().items():
+        for place, _, altered in watch.kept.altered():
             part = module.get_submodule(place[0])
             again = not state.keep(part, place[1])
             # what it sets once, such as a mask, it may set on each of several ranks; losses it sets in each call
             if again and not (self.tracker.alone or state.one_pipe or _is_for_now(place, part, watch)):
                 raise in_several_pipes(state.written(part, place[1]), f"'{name}'")
-            if altered:
-                others = self.cache.module.named_modules()
-                check_not_shared(
-                    name, module, place, altered, [each for each in others if not self._may_change(each[1])]
-                )
-        for other, attribute in watch.foreign_changes():
-            if not self._may_change(watch.foreign[other]):
+            if changed := [each for each in altered if not isinstance(each, Tensor)]:
+                others = [each for each in self.cache.module.named_modules() if not self._may_change(each[1])]
+                check_not_shared(name, module, place, changed, others)
+        for (other, attribute), *_ in watch.foreign.altered():
+            if not self._may_change(self.cache.module.get_submodule(other)):
                 raise changed_elsewhere(name, written(other, attribute))
 
     def _check_unchanged(self, name: str, module: nn.Module, values: Sequence[Tensor], watch: Watch | None) -> None:
@@ -308,8 +306,10 @@ class LayerCalls:
         if not all(map(same_values, map(local, module.parameters()), values)):
             raise found_changed(f"a parameter of '{name}'")
         state = self.cache.state
-        for (path, attribute), in_place in () if watch is None else watch.altered():
+        for (path, attribute), known, in_place in () if watch is None else watch.kept.altered():
             part = module.get_submodule(path)
+            if not known or attribute in part._buffers:
+                continue  # of buffers `BufferGuard` tells
             unseen = not state.has_noted(part, attribute)
             if in_place or (unseen and state.counts(part, attribute, vars(part).get(attribute))):
                 raise found_changed(f"`{written(name, path, attribute)}`")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -81,11 +81,12 @@ class Snapshot:
             node.only, node.kept = found[name], {key: node.kept[key] for key in node.kept.keys() & found[name]}
         return bool(found)
 
-    def altered(self) -> Iterator[tuple[tuple[str, str], bool, list[Any]]]:
+    def altered(self) -> list[tuple[tuple[str, str], bool, list[Any]]]:
         """The modules' names and attributes or buffers that have another value, or one in which something has changed.
 
         With each, whether it had a value before, and what has changed in place, whatever is there now.
         """
+        found = list[tuple[tuple[str, str], bool, list[Any]]]()
         with DisableTorchFunction():
             for name, node in self._nodes.items():
                 for holder in filter(None, (node, node.kept.get("_buffers", (None, None))[1])):
@@ -95,7 +96,8 @@ class Snapshot:
                         owners = [] if inner is None else [owner for owner, _ in inner.changes((), set())]
                         value = now.get(key, MISSING)
                         if owners or not (value is former or equal_plain(value, former)):
-                            yield (name, key), former is not MISSING, owners
+                            found.append(((name, key), former is not MISSING, owners))
+        return found
 
     def changes(self) -> list[Change]:
         """What has become different since."""
