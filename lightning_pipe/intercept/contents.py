@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.tensor_state import copy_of, place_of, same_objects, same_values, version_of
-from lightning_pipe.intercept.uncounted import check_counted
+from lightning_pipe.intercept.tensor_state import (
+    check_counted,
+    copy_of,
+    place_of,
+    same_objects,
+    same_values,
+    version_of,
+)
 from lightning_pipe.intercept.user_objects import LARGE, attributes_of, is_object
 
 _CLONED = 1 << 16

@@ -19,7 +19,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.contents import Change, at, items_of, refill
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.snapshot import is_compared
-from lightning_pipe.intercept.uncounted import check_counted
+from lightning_pipe.intercept.tensor_state import check_counted
 
 _CONTAINERS = (list, dict)
 _FEW = 32

@@ -20,6 +20,7 @@ from lightning_pipe.intercept.in_place import InPlace, ParameterUse
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, no_value
 from lightning_pipe.intercept.surroundings import Surroundings
+from lightning_pipe.intercept.tensor_state import UNCOUNTED, check_counted, note_uncounted
 from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,
     METADATA,
@@ -33,7 +34,6 @@ from lightning_pipe.intercept.torch_functions import (
     results_of,
     values_read,
 )
-from lightning_pipe.intercept.uncounted import UNCOUNTED, check_counted, note_uncounted
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import (
     current_function_mode,
