@@ -67,17 +67,6 @@ def is_random(name: str) -> bool:
     return name in _DRAWING or any(seeded in getattr(packet, overload).tags for overload in overloads)
 
 
-def is_unfilled(name: str) -> bool:
-    """Whether the results of functions of this name have values of chance, since nobody fills their memory."""
-    return name.startswith(("empty", "new_empty"))
-
-
-def _is_assignment(name: str) -> bool:
-    """Whether a method belongs to an assignment such as ``+=``, which has a twin without the ``i``, or ``x[0] =``."""
-    twin = name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}")
-    return twin or name == "__setitem__"
-
-
 _NORMS = frozenset("batch_norm instance_norm".split())
 _EMBEDDINGS = frozenset("embedding embedding_bag".split())
 
@@ -101,12 +90,6 @@ def _inplace_position(name: str) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def _asked_inplace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function that changes its first argument in place on demand is to do so."""
-    position = _inplace_position(name)
-    return position is not None and bool(kwargs.get("inplace", position < len(args) and args[position]))
-
-
 def function_name(func: Any) -> str:
     """The name under which a torch function is recorded; property getters get their property's name."""
     name: str | None = getattr(func, "__name__", None)
@@ -120,10 +103,18 @@ MIRRORED: dict[str, Callable[..., Any]] = {"gt": torch.lt, "ge": torch.le}
 
 
 @cache
+def _changes_first(name: str) -> bool:
+    """Whether functions of this name change their first argument: `x.add_(1)`, `x.data = y`, `x += 1`, `x[0] = 1`."""
+    named = name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__"))
+    # an assignment such as ``+=`` has a twin without the ``i``
+    twin = name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}")
+    return named or twin or name == "__setitem__"
+
+
+@cache
 def _may_change(name: str) -> bool:
     """Whether functions of this name change tensors in place, at least on demand, other than by ``out``."""
-    named = name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__"))
-    return named or name in _NORMS | _EMBEDDINGS or _is_assignment(name) or _inplace_position(name) is not None
+    return name in _NORMS | _EMBEDDINGS or _changes_first(name) or _inplace_position(name) is not None
 
 
 def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -137,9 +128,9 @@ def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         found = [given.get("running_mean"), given.get("running_var")] if changes else []
     elif name in _EMBEDDINGS:
         found = [] if kwargs.get("max_norm") is None else [kwargs.get("weight", args[1] if len(args) > 1 else None)]
-    elif _is_assignment(name) or name.endswith(".__set__") or (name.endswith("_") and not name.endswith("__")):
+    elif _changes_first(name):
         found = args[0] if name.startswith("_foreach") else args[:1]
-    elif _asked_inplace(name, args, kwargs):
+    elif (at := _inplace_position(name)) is not None and kwargs.get("inplace", at < len(args) and args[at]):
         found = args[:1]
     elif (out := kwargs.get("out")) is None:
         return []

@@ -29,7 +29,6 @@ from lightning_pipe.intercept.torch_functions import (
     draws,
     function_name,
     is_random,
-    is_unfilled,
     leaves_of,
     results_of,
     values_read,
@@ -250,7 +249,7 @@ class Tracker(TorchFunctionMode):
                 self.digest.draw(name, kwargs.get("generator"))
         else:
             result = func(*args, **kwargs)
-        if is_unfilled(name):
+        if name.startswith(("empty", "new_empty")):
             with torch.no_grad():  # the result may be a leaf
                 result.zero_()  # what is in new memory differs between stages, and says nothing
         if name in UNCOUNTED:
