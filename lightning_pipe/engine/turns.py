@@ -58,7 +58,6 @@ class Turns:
             self._rank_of_layer,
             last,
             self,
-            self._place,
             partial(batch.streams.isolated, micro_batch),
             batch.streams.generators,
             stages.interceptor.cache,
@@ -74,7 +73,7 @@ class Turns:
         if self.rank == last:
             batch.keep(micro_batch, None, result)
 
-    def _place(self, name: str, tensors: Iterable[Tensor], holder: int) -> int:
+    def place(self, name: str, tensors: Iterable[Tensor], holder: int) -> int:
         """The rank that runs code with some parameters and buffers: always the same one, as long as it holds them."""
         found = list(tensors)
         owners = self._pipeline.ownership.ranks_with(found)

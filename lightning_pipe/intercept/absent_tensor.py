@@ -29,8 +29,7 @@ from lightning_pipe.torch_internals import (
 # Functions that need no value, and do not show any.
 _NEEDS_NONE = (METADATA - {"__repr__", "__str__", "__format__"}) | AUTOGRAD
 _NEEDS_NONE |= {"untyped_storage", "data_ptr", "register_post_accumulate_grad_hook"}
-# Functions whose result has the same values, elsewhere or in another form.
-_SAME = frozenset(["clone", "detach", "contiguous"])
+# Functions whose result has the same values, elsewhere or of another type.
 _MOVED = frozenset(["to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "type_as"])
 _ACCESS = frozenset(["__get__", "__set__", "__delete__"])
 _SHOWN = 3
@@ -255,8 +254,6 @@ def _of_absent(func: Any, name: str, args: Any, kwargs: Any, origin: Origin) -> 
     absent = args[0]
     if changed_in_place(name, args, kwargs):
         return absent
-    if name in _SAME or name == "data.__get__":
-        return _like(absent, absent, origin)
     if name in _MOVED:
         options = {key: value for key, value in kwargs.items() if key != "memory_format"}
         return _like(absent, func(absent.new_zeros(()), *args[1:], **options), origin)

@@ -22,7 +22,7 @@ from lightning_pipe.intercept.recompute import BufferGuard, is_recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
-from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS
+from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS, called_within
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
@@ -81,7 +81,7 @@ class Interceptor:
         self._patched = False
         show_distributions()
         self.module = module
-        self.layers = [layer for _, layer in layers]
+        self._named, self.layers = layers, [layer for _, layer in layers]
         configurations = (vars(part).get("config") for part in module.modules())
         self._configurations = [*{id(each): each for each in configurations if hasattr(each, "__dict__")}.values()]
         self._tells = tells
@@ -160,8 +160,8 @@ class Interceptor:
         """What stands in modules while steps run, each in place before the next is asked for."""
         self._hides_compiled = False
         for module, forward in chain(
-            ((layer, self._wrapper(number, layer)) for number, layer in enumerate(self.layers)),
-            ((each, self._wrapper(-2 - position, each, name)) for position, (name, each) in enumerate(self._outside)),
+            ((layer, self._wrapper(number, name, layer)) for number, (name, layer) in enumerate(self._named)),
+            ((each, self._wrapper(-2 - position, name, each)) for position, (name, each) in enumerate(self._outside)),
             ((each, interrupting(padding_alike(each, each.forward))) for each in self._encoders),
         ):
             yield module, "forward", forward
@@ -169,8 +169,8 @@ class Interceptor:
                 self._hides_compiled = True
                 yield module, "_compiled_call_impl", None  # the wrapper calls what is compiled
 
-    def _wrapper(self, key: int, module: nn.Module, outside: str | None = None) -> Callable[..., Any]:
-        """What stands in the place of a module's forward; ``outside`` is the name of one that is no layer."""
+    def _wrapper(self, key: int, name: str, module: nn.Module) -> Callable[..., Any]:
+        """What stands in the place of a module's forward."""
         # The wrapper is made once, for speed; what it calls is asked for anew, since forwards may be replaced.
         if vars(module).get("forward") is not self._wrappers.get(key, self):  # it is when wrappers are put on again
             self._forwards[key] = own_forward(module)
@@ -183,9 +183,11 @@ class Interceptor:
                 return run_again(forward, args, kwargs)
             if run.surroundings.inside:
                 return forward(*args, **kwargs)
-            if outside is None:
+            if run.tracker.function:
+                raise called_within(run.tracker.function, name)
+            if key >= 0:
                 return run.call_layer(key, module, forward, args, kwargs)
-            return run.call_module(outside, key, module, forward, args, kwargs)
+            return run.call_module(name, key, module, forward, args, kwargs)
 
         # with its names and signature: Hugging Face's generate() asks what a model's forward takes (5.23)
         made = self._wrappers[key] = interrupting(update_wrapper(wrapper, module.forward, updated=()))

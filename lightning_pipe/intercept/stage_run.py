@@ -47,7 +47,7 @@ from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.tensor_state import version_of
-from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden, check_not_within
+from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore, stored_in
 from lightning_pipe.torch_internals import graph_nodes, tree_leaves
@@ -197,7 +197,6 @@ class StageRun:
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         name, own = self.stage.names[number], self.stage.layers
-        check_not_within(self.tracker, name)
         if not self.training and self.tracker.waiting and self.tracker.expects(AGAIN):
             self._come_back(name)
         number, key = self._numbers.next(number)
@@ -215,7 +214,6 @@ class StageRun:
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
-        check_not_within(self.tracker, name)
         self._numbers.note_outside(name)
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)  # (2)

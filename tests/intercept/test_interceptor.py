@@ -51,7 +51,7 @@ class Notes:
         self.called: list[Any] = []
         self.complete, self.surroundings = False, SimpleNamespace(inside=False)
         self.stage_here = None
-        self.tracker = SimpleNamespace(digest=SimpleNamespace(thorough=False), alone=True)
+        self.tracker = SimpleNamespace(digest=SimpleNamespace(thorough=False), alone=True, function="")
 
     def run(self, step: Any) -> Any:
         return step()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import run_again
 from lightning_pipe.intercept.torch_patches.patch import current_run
 
-if TYPE_CHECKING:
-    from lightning_pipe.intercept.tracker import Tracker
-
 _original = vars(Function)["apply"]
 _ONE_LAYER = (
     "Let the Function and what it calls be one layer: layers=[...] names the module around them. Or keep all layers on "
@@ -31,14 +28,13 @@ _ONE_LAYER = (
 )
 
 
-def check_not_within(tracker: Tracker, name: str) -> None:
-    """Raise if a Function calls a layer or an outside module."""
-    if tracker.function:
-        raise CutError(
-            f"the torch.autograd.Function '{tracker.function}' calls '{name}': its backward may compute that again, in "
-            "an order of its own.",
-            hint=_ONE_LAYER,
-        )
+def called_within(function: str, name: str) -> CutError:
+    """A Function calls a layer or an outside module."""
+    return CutError(
+        f"the torch.autograd.Function '{function}' calls '{name}': its backward may compute that again, in an order of "
+        "its own.",
+        hint=_ONE_LAYER,
+    )
 
 
 def check_not_hidden(layer: str) -> None:

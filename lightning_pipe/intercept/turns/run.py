@@ -21,7 +21,7 @@ has drawn from them, come with what a rank tells. Key-value caches stay on the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,13 +35,9 @@ from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import EndOfStage
 from lightning_pipe.intercept.torch_functions import leaves_of
-from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_within
 from lightning_pipe.intercept.turns.tracker import Mail, TurnTracker
 from lightning_pipe.skip import SkipKey, StepStore, stored_in
 from lightning_pipe.torch_internals import tree_leaves
-
-Place = Callable[[str, Iterable[Tensor], int], int]
-"""The rank that runs code with some parameters and buffers: of a name, with them, if the turn is with that rank."""
 
 
 class TurnRun:
@@ -52,7 +48,6 @@ class TurnRun:
         ranks: by layer, the rank that runs it.
         last: the rank whose result counts.
         mail: reaches the other ranks.
-        place: the rank on which code outside layers runs.
         isolated: gives a context with the random stream of a key.
         generators: of the random numbers that all ranks draw alike.
         cache: what runs have in common, and earlier ones have kept.
@@ -71,16 +66,15 @@ class TurnRun:
         ranks: Sequence[int],
         last: int,
         mail: Mail,
-        place: Place,
         isolated: Callable[..., AbstractContextManager[None]],
         generators: Sequence[torch.Generator],
         cache: RunCache,
     ) -> None:
-        self._names, self._ranks, self._last, self._place = names, ranks, last, place
+        self._names, self._ranks, self._last, self._mail = names, ranks, last, mail
         self._parameter_use = cache.parameter_use
         self._calls_of = Counter[int]()
         self._ended = self.complete = False
-        self.tracker = TurnTracker(mail, ranks[0], cache.parameter_use, place, isolated, generators)
+        self.tracker = TurnTracker(mail, ranks[0], cache.parameter_use, isolated, generators)
         self.skips = _FetchedSkips(self.tracker)
         self.surroundings = self.tracker.surroundings
         # every rank is shown all calls, in their order
@@ -120,7 +114,6 @@ class TurnRun:
 
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
-        check_not_within(self.tracker, self._names[number])
         key = number + len(self._names) * self._calls_of[number]
         self._calls_of[number] += 1
         self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
@@ -132,9 +125,8 @@ class TurnRun:
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
-        check_not_within(self.tracker, name)
         held = [*module.parameters(), *module.buffers()]
-        self.tracker.pass_to(self._place(name, held, self.tracker.turn.holder), leaves_of(args, kwargs))
+        self.tracker.pass_to(self._mail.place(name, held, self.tracker.turn.holder), leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)
         self._parameter_use.run(name)

@@ -23,7 +23,7 @@ from lightning_pipe.torch_internals import storage_uses
 
 
 class Mail(Protocol):
-    """Brings objects to the other ranks of a pipeline; those from one rank arrive in order."""
+    """Knows the ranks of a pipeline, and brings objects to the others; those from one rank arrive in order."""
 
     rank: int
     ranks: int
@@ -33,6 +33,9 @@ class Mail(Protocol):
 
     def receive(self, rank: int) -> Any:
         """The next object that a rank sends."""
+
+    def place(self, name: str, tensors: Iterable[Tensor], holder: int) -> int:
+        """The rank that runs code with some parameters and buffers, of a name, if ``holder`` has the turn."""
 
 
 class TurnTracker(Tracker):
@@ -50,7 +53,6 @@ class TurnTracker(Tracker):
         mail: reaches the other ranks.
         first: the rank that has the first turn.
         parameter_use: the module's parameters and buffers outside layers.
-        place: the rank on which code with some parameters and buffers runs, of a name.
         isolated: gives a context with the random stream of a key.
         generators: of the random numbers that all ranks draw alike.
     """
@@ -62,12 +64,11 @@ class TurnTracker(Tracker):
         mail: Mail,
         first: int,
         parameter_use: ParameterUse,
-        place: Callable[[str, Iterable[Tensor], int], int],
         isolated: Callable[..., AbstractContextManager[None]],
         generators: Sequence[torch.Generator],
     ) -> None:
         super().__init__(None, isolated, parameter_use, partial=mail.ranks > 1, alone=True)
-        self._mail, self._place, self._generators = mail, place, generators
+        self._mail, self._generators = mail, generators
         self.turn = _Turns(first, mail.rank)
         self.waiting = not self.turn.mine
         self.digest.idle = True  # ranks that follow each other compare nothing
@@ -213,7 +214,7 @@ class TurnTracker(Tracker):
             leaves = leaves_of(args, kwargs or {})
             parameters = [leaf for leaf in leaves if type(leaf) is not Tensor and isinstance(leaf, nn.Parameter)]
             if parameters and function_name(func) not in METADATA:
-                self.pass_to(self._place("", parameters, self.turn.holder), leaves)
+                self.pass_to(self._mail.place("", parameters, self.turn.holder), leaves)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
