@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lightning_pipe.errors import CutError
@@ -50,7 +49,7 @@ class AbsentValue:
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentValue:
         return self
 
-    def refuse(self) -> NoReturn:
+    def refuse(self, *_: Any) -> NoReturn:
         """Raise the error for whoever reads the value."""
         raise CutError(
             f"`{self._written}` is read where it has no value: a forward pass changes it, and {self._place} has it.",
@@ -58,12 +57,5 @@ class AbsentValue:
         )
 
 
-def _refusing() -> Callable[..., NoReturn]:
-    def refuse(absent: AbsentValue, *_: Any) -> NoReturn:
-        absent.refuse()
-
-    return refuse
-
-
 for _name in (*_READS, *_JOINS, *(f"{kind}{name}" for name in _JOINS for kind in "ri")):
-    setattr(AbsentValue, f"__{_name}__", _refusing())
+    setattr(AbsentValue, f"__{_name}__", AbsentValue.refuse)

@@ -200,19 +200,18 @@ class _Tuple(_List):
 class _Set(Node):
     """The elements of a set."""
 
-    def __init__(self, owner: set[Any], seen: dict[int, Node]) -> None:
-        seen[id(owner)] = self
-        self.owner, self.elements = owner, set(owner)
+    @override
+    def items(self) -> dict[Any, Any]:
+        return dict.fromkeys(self.owner)
 
     @override
-    def _undo(self, done: dict[int, Any], for_now: bool) -> Any:
-        if self.owner != self.elements:
-            refill(self.owner, self.elements)
+    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+        refill(self.owner, before)
         return self.owner
 
     @override
     def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
-        if self.owner != self.elements:
+        if self.owner != self.kept.keys():
             yield self.owner, Change("fill", path, self.owner)
 
 

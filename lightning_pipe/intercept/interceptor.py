@@ -25,7 +25,6 @@ from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKP
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS, called_within
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
-from lightning_pipe.intercept.torch_patches.inner_backward import INNER_BACKWARD
 from lightning_pipe.intercept.torch_patches.patch import current_run, running
 from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
@@ -44,7 +43,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 ATTRIBUTES = ((nn.Module, "__setattr__", _set_attribute),)
 
-_PATCHES = (*ATTRIBUTES, *CHECKPOINTS, *FUNCTIONS, *BACKWARD_HOOKS, *INNER_BACKWARD)
+_PATCHES = (*ATTRIBUTES, *CHECKPOINTS, *FUNCTIONS, *BACKWARD_HOOKS)
 
 
 class Interceptor:

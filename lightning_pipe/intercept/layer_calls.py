@@ -107,6 +107,10 @@ class LayerCalls:
         plain = FLAT.issuperset(map(type, given))  # nothing in them can change
         arguments = given if plain else tree_leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+        if key < 0:  # an outside module
+            cache.parameter_use.run(name)
+            for parameter in module.parameters():
+                cache.parameter_use.use(parameter)
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
         try:

@@ -67,7 +67,8 @@ class _Isolated:
             streams.note_draws(self._seed)
         _restore(streams.generators, self._states)
         if self._libraries is not None:
-            streams.watch(self._call, self._seed)
+            if streams.draws is not None and self._call is not None:
+                streams.draws.watch(self._call, streams.number, self._seed)
             library_draws.restore(self._libraries)
 
 
@@ -85,6 +86,7 @@ class RandomStreams:
         draws: which calls draw from Python's and NumPy's generators; ``None``: nobody knows.
 
     Attributes:
+        draws: as given.
         number: that of the batch, from 1 on; 0 where nobody counts.
         generators: the generators of torch that code outside layers draws from.
         quiet: the calls that have streams of torch alone.
@@ -95,7 +97,7 @@ class RandomStreams:
     def __init__(
         self, seed: int, device: torch.device, replica: int = 0, replicas: int = 1, draws: LibraryDraws | None = None
     ) -> None:
-        self.seed, self._replica, self._replicas, self._draws = seed, replica, replicas, draws
+        self.seed, self._replica, self._replicas, self.draws = seed, replica, replicas, draws
         self.number, self.quiet = (0, frozenset[int]()) if draws is None else draws.begin_batch()
         self.left_alone = set[int]()
         self.asked, self._drew = False, set[bool]()
@@ -105,13 +107,8 @@ class RandomStreams:
 
     def isolated(self, micro_batch: int, *key: int) -> _Isolated:
         """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
-        call = None if self._draws is None else self._draws.call_of(key)
+        call = None if self.draws is None else self.draws.call_of(key)
         return _Isolated(self, mix(self.seed, micro_batch * self._replicas + self._replica, *key), call)
-
-    def watch(self, call: int | None, seed: int) -> None:
-        """A call that began with ``seed``, from Python's and NumPy's generators as well, ends."""
-        if self._draws is not None and call is not None:
-            self._draws.watch(call, self.number, seed)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -128,8 +125,8 @@ class RandomStreams:
     @contextmanager
     def noting_draws(self) -> Iterator[set[bool]]:
         """Around a run: what it yields has True afterwards if anything was drawn, or some code ever draws in Python."""
-        self._drew = {self._draws is not None and self._draws.any}
-        self.asked = self._draws is not None  # else other threads seed the generators, too
+        self._drew = {self.draws is not None and self.draws.any}
+        self.asked = self.draws is not None  # else other threads seed the generators, too
         yield self._drew
         self.asked = False
 
@@ -154,8 +151,8 @@ class RandomStreams:
         """
         if self.asked:
             self.note_draws(self._begun_with)
-        if self._draws is not None:
-            self._draws.end_run(self._begun_with, self.left_alone)
+        if self.draws is not None:
+            self.draws.end_run(self._begun_with, self.left_alone)
 
     def state(self) -> tuple[object, ...]:
         """The state of all generators, to be compared: whether numbers have been drawn."""

@@ -31,7 +31,7 @@ several passes, and ends there on all stages (`StageRun.repeats`): another kind 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -39,9 +39,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.autograd_graph import edge_of, nodes_behind
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
-from lightning_pipe.intercept.incoming import Incoming
+from lightning_pipe.intercept.incoming import Entry, Incoming
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.outgoing import check_surroundings, crossings_of
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
@@ -217,12 +218,9 @@ class StageRun:
         self._numbers.note_outside(name)
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)  # (2)
-        use = self.layer_calls.cache.parameter_use
-        if self.tracker.come_back and not use.holds_all(module.parameters()):
+        held = self.layer_calls.cache.parameter_use.holds_all
+        if self.tracker.come_back and not held(module.parameters()):
             self._come_back(name)  # its rank runs it before its layers
-        use.run(name)
-        for parameter in module.parameters():
-            use.use(parameter)
         return self.layer_calls.run(name, key, module, forward, args, kwargs)
 
     # ------------------------------------------------------------------ the two ends of a stage
@@ -254,6 +252,30 @@ class StageRun:
         self.tracker.digest.idle = self.stage.last  # nobody compares what follows
         if self.training and any(incoming.requires_grad):
             check_not_hidden(self.stage.first_name)
+
+    def check_backward(self, outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor | GradientEdge]) -> None:
+        """A backward pass begins inside the step: of a derivative over the cut it would find a part.
+
+        Only what a stage makes itself has its whole graph there. What came over the cut ends at it, and a derivative by
+        something older may go on behind it: by an input that is a residual of every layer, by a tied weight.
+
+        Args:
+            outputs: what is derived.
+            inputs: by what; none: wherever the graph leads.
+
+        Raises:
+            CutError: the graph leads to what has been received.
+        """
+        if self.incoming is None or not any(self.incoming.requires_grad):
+            return
+        targets = [edge_of(each) for each in inputs if self.is_older(each)] if inputs else [(None, 0)]
+        if any(isinstance(node, Entry) for target in targets for node in nodes_behind(outputs, target)):
+            raise CutError(
+                "a backward pass inside the step (torch.autograd.grad, for instance) goes back over the cut before "
+                "this stage: it would find a part of the derivative alone.",
+                hint="Take the derivative by a tensor that is made on the stage that uses it, inside one layer for "
+                "instance (x = x.detach().requires_grad_()), or use one stage.",
+            )
 
     def is_older(self, tensor: Tensor | GradientEdge) -> bool:
         """Whether a tensor of a graph was there before this stage's first layer, for earlier stages to use."""

@@ -17,6 +17,7 @@ from torch.utils.hooks import BackwardHook
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.torch_patches.patch import current_run
+from lightning_pipe.torch_internals import run_backward
 
 _original = BackwardHook._apply_on_tensors
 
@@ -56,11 +57,18 @@ def _noticed(name: str) -> Callable[..., Any]:
     return register
 
 
+def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    if (run := current_run()) is not None:
+        run.check_backward(outputs, args[3])
+    return run_backward(outputs, *args, **kwargs)
+
+
 BACKWARD_HOOKS = (
+    (torch.autograd, "_engine_run_backward", _run_backward),
     (BackwardHook, "_apply_on_tensors", _apply_on_tensors),
     *(
         (Tensor, name, _noticed(name))
         for name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
     ),
 )
-"""While it is installed, backward hooks that are set up look where their module runs."""
+"""While it is installed, backward hooks that are set up look where their module runs, and backward passes for a cut."""

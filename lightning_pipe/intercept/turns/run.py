@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
@@ -71,7 +72,6 @@ class TurnRun:
         cache: RunCache,
     ) -> None:
         self._names, self._ranks, self._last, self._mail = names, ranks, last, mail
-        self._parameter_use = cache.parameter_use
         self._calls_of = Counter[int]()
         self._ended = self.complete = False
         self.tracker = TurnTracker(mail, ranks[0], cache.parameter_use, isolated, generators)
@@ -112,6 +112,14 @@ class TurnRun:
     def arrive(self) -> None:
         """Nothing is filled before it is needed."""
 
+    def check_backward(self, outputs: Any, inputs: Any) -> None:
+        """A backward pass begins inside the step."""
+        if not self.surroundings.inside:
+            raise CutError(
+                "a backward pass runs in an evaluation step that calls the layers several times, on several ranks.",
+                hint="Take derivatives inside one layer, or use one device.",
+            )
+
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         key = number + len(self._names) * self._calls_of[number]
@@ -129,9 +137,6 @@ class TurnRun:
         self.tracker.pass_to(self._mail.place(name, held, self.tracker.turn.holder), leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)
-        self._parameter_use.run(name)
-        for parameter in module.parameters():
-            self._parameter_use.use(parameter)
         return self.layer_calls.run(name, key, module, forward, args, kwargs)
 
 
