@@ -3,7 +3,7 @@
 The same two types lie at both ends, whether the stages are on one rank or on two::
 
     stage s                                                             a later stage
-    StageRun ends        outgoing.crossings_of                          StageRun.arrive, Incoming
+    StageRun ends        crossings_of                                   StageRun.arrive, Incoming
     at its cut      -->  Crossing  ---->  BoundaryExchange  ---->  Crossing  -->  the run goes on
                          with its graph   (or `Crossing.detached`)      without a graph
     Stages.backward <--  Returned  <----  BoundaryExchange  <----  Returned  <--  Stages.backward
@@ -15,14 +15,24 @@ plan is to send. `Incoming` is the node of the graph through which gradients lea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import AGAIN, RunRecord
+from lightning_pipe.intercept.call_record import AGAIN, LiveTensor, RunRecord
 from lightning_pipe.intercept.numbers import SAME_PATH
+from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
+from lightning_pipe.tensor_spec import TensorSpec
+from lightning_pipe.torch_internals import functorch_active
+
+if TYPE_CHECKING:
+    from lightning_pipe.intercept.stage_run import StageRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,3 +95,85 @@ class Returned(NamedTuple):
 
     gradients: dict[int, Tensor]
     used: frozenset[int]
+
+
+def check_surroundings(run: StageRun, name: str) -> None:
+    """Raise if something surrounds layers on both sides of the cut before a layer that cannot be cut."""
+    if run.training:
+        check_not_hidden(name)
+    if functorch_active() or forward_ad._current_level >= 0:
+        raise CutError(
+            f"the cut before layer '{name}' lies inside a transform of torch.func (grad, jvp, vmap, ...) or inside "
+            "forward-mode differentiation, of which nothing goes over a cut.",
+            hint="Use them inside one layer, or one device.",
+        )
+
+
+def crossings_of(run: StageRun) -> dict[int, Crossing]:
+    """What leaves a stage at its cut, by the stage that receives it: the numbered tensors that are alive."""
+    stage, tracker, routed = run.stage, run.tracker, run.layer_calls.routed
+    alive = [
+        (number, tensor)
+        for number, tensor in sorted(tracker.numbers.alive(), key=lambda pair: pair[0])
+        if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in tracker.numbers.unfilled
+    ]
+    for _, tensor in alive:  # all of them: which ones the next stages use is known after the batch alone
+        check_plain(tensor, f"crosses the cut before layer '{stage.next_name}'")
+    # What came as copies of one memory still stands for one memory where it goes next.
+    shared = overlapping([tensor for _, tensor in alive]) | {id(tensor) for tensor, *_ in run.copied}
+    calls, next_stage = tuple(tracker.calls), stage.stage + 1
+    leaving: dict[int, list[tuple[LiveTensor, Tensor]]] = {next_stage: []}
+    for number, tensor in alive:
+        entry = entry_of(number, tensor, id(tensor) in shared or tracker.in_place.is_lent(tensor))
+        leaving.setdefault(routed.get(number, next_stage), []).append((entry, tensor))
+    return {
+        to: Crossing(
+            RunRecord(calls, tuple(entry for entry, _ in pairs)),
+            {entry.number: tensor for entry, tensor in pairs},
+            tracker.digest.told(len(calls)),
+        )
+        for to, pairs in leaving.items()
+    }
+
+
+def check_plain(tensor: Tensor, where: str) -> None:
+    """Raise if a tensor would come out of a message as something else; ``where`` says what it does."""
+    if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested tensor" if tensor.is_nested else f"{type(tensor).__qualname__} with {tensor.layout}"
+        raise CutError(
+            f"a {kind} {where}: only torch.Tensor with torch.strided travels.",
+            hint="Use x.as_subclass(torch.Tensor) before the layers, x.to_dense() or a padded tensor with its lengths.",
+        )
+
+
+def entry_of(number: int, tensor: Tensor, shared: bool) -> LiveTensor:
+    """The entry of a tensor in the path of the cut; see `LiveTensor`."""
+    spec = TensorSpec.of(tensor)
+    # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
+    detached = tensor._is_view() and tensor.grad_fn is None
+    return LiveTensor(number, spec, tensor.requires_grad and not detached, shared or spec.overlaps)
+
+
+def overlapping(tensors: Sequence[Tensor]) -> set[int]:
+    """Those that share memory with another, by ``id``. To come out of one message is not to share memory."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors if len(tensors) > 1 else ():
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    found: set[int] = set()
+    for together in by_storage.values():
+        if len(together) == 1:
+            continue
+        reached, last = 0, 0  # sorted by where they begin, each is compared with the one that reaches furthest
+        for start, end, tensor_id in sorted((*_extent(tensor), id(tensor)) for tensor in together if tensor.numel()):
+            if start < reached:
+                found |= {last, tensor_id}
+            if end > reached:
+                reached, last = end, tensor_id
+    return found
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """From where to where a tensor reaches in its storage, in bytes."""
+    elements = 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + elements * tensor.itemsize

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.contents import MISSING
-from lightning_pipe.intercept.snapshot import is_compared
+from lightning_pipe.intercept.snapshot import MISSING, is_compared
 from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.intercept.user_objects import inside, is_object
 from lightning_pipe.torch_internals import DisableTorchFunction

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
-from lightning_pipe.intercept.contents import MISSING, Change
 from lightning_pipe.intercept.kept_state import (
     Key,
     Place,
@@ -46,7 +45,7 @@ from lightning_pipe.intercept.numbers import next_token
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
-from lightning_pipe.intercept.snapshot import is_compared
+from lightning_pipe.intercept.snapshot import MISSING, Change, is_compared
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.contents import Change, at, items_of, refill
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.snapshot import is_compared
+from lightning_pipe.intercept.snapshot import Change, at, is_compared, items_of, refill
 from lightning_pipe.intercept.tensor_state import check_counted
 
 _CONTAINERS = (list, dict)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.contents import refill
+from lightning_pipe.intercept.snapshot import refill
 from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.user_objects import attributes_of
 from lightning_pipe.torch_internals import tree_flatten

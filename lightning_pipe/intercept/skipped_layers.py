@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord
-from lightning_pipe.intercept.contents import refill
 from lightning_pipe.intercept.describe import stand_ins
 from lightning_pipe.intercept.effects import containers_in
 from lightning_pipe.intercept.inner_hooks import acting
@@ -17,6 +16,7 @@ from lightning_pipe.intercept.kept_state import Key, now, put, put_all
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.snapshot import refill
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore

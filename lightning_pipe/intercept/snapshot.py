@@ -1,13 +1,26 @@
-"""The attributes of some modules at one time: what became of them since, and the way back."""
+"""What modules and mutable objects hold at one time: what became of it since, and the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_pipe.intercept.contents import MISSING, Attributes, Change, Node, equal_plain
+from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.tensor_state import (
+    check_counted,
+    copy_of,
+    place_of,
+    same_objects,
+    same_values,
+    version_of,
+)
+from lightning_pipe.intercept.user_objects import LARGE, attributes_of, is_object
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 # Parameters and submodules are not looked at: a step leaves them as they are. Buffers change in forward passes.
@@ -32,6 +45,278 @@ _LIGHTNING_INTERNALS = frozenset(
     ]
 )
 _SKIPPED = _MODULE_INTERNALS | _LIGHTNING_INTERNALS
+_CLONED = 1 << 16
+"""Tensors of up to this many elements are cloned, so that a change in place can be undone."""
+
+MISSING = object()
+"""Stands for what is not there."""
+Path = tuple[Any, ...]
+
+
+class Change(NamedTuple):
+    """One difference that a step made. A list or a set that has other elements is the same object, filled again.
+
+    ``path`` starts with the name of a module; then come attributes and keys. What a call of a layer has changed is
+    hidden from other ranks.
+    """
+
+    kind: Literal["set", "delete", "append", "fill", "hide"]
+    path: Path
+    value: Any = None
+
+
+def at(owner: Any, steps: Path) -> Any:
+    """What is at the end of the path that begins at an object."""
+    for key in steps:
+        owner = items_of(owner)[key]
+    return owner
+
+
+def items_of(owner: Any) -> Any:
+    """Where an object has what a step of a path leads to: in itself, or in its attributes."""
+    return owner if isinstance(owner, dict | list | deque | tuple | set) else attributes_of(owner)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Let a dictionary, list, deque or set, the same object, hold what another one does."""
+    container.clear()
+    container.update(content) if isinstance(container, dict | set) else container.extend(content)
+
+
+Found = tuple[Any, Change]
+"""A difference, and the list, dictionary, object or other thing in which it is."""
+
+
+class Node:
+    """Something whose content can change, a dictionary if nothing else is said: remembers the content.
+
+    Args:
+        owner: what has the content.
+        seen: the nodes so far, by the ``id`` of their owners.
+
+    Attributes:
+        kept: by key the values, each with the node that remembers what is in it, if anything there can change.
+    """
+
+    def __init__(self, owner: Any, seen: dict[int, Node]) -> None:
+        seen[id(owner)] = self  # first: what it holds may hold it
+        self.owner = owner
+        items = self.items()
+        large = len(items) > LARGE
+        self.kept = {key: (value, None if large else _node(value, seen)) for key, value in items.items()}
+
+    def items(self) -> dict[Any, Any]:
+        """The present content."""
+        return dict(self.owner)
+
+    def undo(self, done: dict[int, Any], for_now: bool) -> Any:
+        """Put the content back; see `Snapshot.undo`.
+
+        Args:
+            done: by the ``id`` of nodes for which that is done, or under way, what stands in the place of their owners.
+            for_now: whether copies may stand for tensors.
+
+        Returns:
+            What to hold in the place of the owner.
+        """
+        if id(self) not in done:
+            done[id(self)] = self.owner  # what it holds may hold it
+            done[id(self)] = self._undo(done, for_now)
+        return done[id(self)]
+
+    def _undo(self, done: dict[int, Any], for_now: bool) -> Any:
+        before = {key: value if node is None else node.undo(done, for_now) for key, (value, node) in self.kept.items()}
+        now = self.items()
+        same = before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
+        return self.owner if same else self._filled(before, now)
+
+    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+        """Let the owner hold what it held; returns the owner, or what is to stand in its place."""
+        target = items_of(self.owner)
+        # The order of keys is not put back: a key that was deleted comes last.
+        for key in now.keys() - before.keys():
+            del target[key]
+        for key, value in before.items():
+            if key not in now or now[key] is not value:
+                target[key] = value
+        return self.owner
+
+    def changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+        """The differences from the content remembered, unless they have been reported under another path."""
+        if id(self) not in seen:
+            seen.add(id(self))
+            yield from self._changes(path, seen)
+
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+        now = self.items()
+        for key in self.kept.keys() - now.keys():
+            yield self.owner, Change("delete", (*path, key))
+        for key, value in now.items():
+            kept, node = self.kept.get(key, (MISSING, None))
+            if kept is not value and not equal_plain(kept, value):
+                yield self.owner, Change("set", (*path, key), value)
+            elif node is not None:
+                yield from node.changes((*path, key), seen)
+
+
+class Attributes(Node):
+    """The attributes of a module or another object."""
+
+    only: Container[str] | None
+
+    def __init__(self, owner: Any, seen: dict[int, Node], skipped: frozenset[str] = frozenset()) -> None:
+        self.skipped, self.only = skipped, None
+        super().__init__(owner, seen)
+
+    @override
+    def items(self) -> dict[Any, Any]:
+        only, skipped = self.only, self.skipped
+        return {
+            name: value
+            for name, value in attributes_of(self.owner).items()
+            if name not in skipped and (only is None or name in only) and not isinstance(value, nn.Module)
+        }
+
+
+class _List(Node):
+    """The elements of a list or a deque."""
+
+    @override
+    def items(self) -> dict[Any, Any]:
+        return dict(enumerate(self.owner))
+
+    @override
+    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+        refill(self.owner, before.values())
+        return self.owner
+
+    @override
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+        now, old = list(self.owner), len(self.kept)
+        if not same_objects(now[:old], [value for value, _ in self.kept.values()]):
+            yield self.owner, Change("fill", path, self.owner)
+            return
+        for index, (_, node) in self.kept.items():
+            if node is not None:
+                yield from node.changes((*path, index), seen)
+        if len(now) > old:
+            # Told apart from other changes: a list that grows all the time is not sent whole.
+            yield self.owner, Change("append", (*path, None), now[old:])
+
+
+class _Tuple(_List):
+    """What is in a tuple, which stays the same object as long as nothing in it has to be replaced."""
+
+    @override
+    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+        kind: Any = type(self.owner)
+        return kind._make(before.values()) if hasattr(kind, "_make") else kind(before.values())
+
+    @override
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+        for owner, change in super()._changes(path, seen):
+            # a tensor or an array that has changed: other ranks get another tuple with it
+            inner = change.kind == "set" and change.path[:-1] == path
+            yield owner, Change("set", path, self.owner) if inner else change
+
+
+class _Set(Node):
+    """The elements of a set."""
+
+    @override
+    def items(self) -> dict[Any, Any]:
+        return dict.fromkeys(self.owner)
+
+    @override
+    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
+        refill(self.owner, before)
+        return self.owner
+
+    @override
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+        if self.owner != self.kept.keys():
+            yield self.owner, Change("fill", path, self.owner)
+
+
+class _Tensor(Node):
+    """The value of a tensor or array that may be changed in place."""
+
+    def __init__(self, owner: Any, seen: dict[int, Node]) -> None:
+        seen[id(owner)] = self
+        self.owner, self.type = owner, type(owner)
+        small = (owner.numel() if isinstance(owner, Tensor) else owner.size) <= _CLONED
+        self.former = copy_of(owner) if small else None  # a large one costs memory: its change cannot be undone
+        self.version, self.place = version_of(owner), place_of(owner)
+        self.marks = dict(vars(owner)) if isinstance(owner, Tensor) else {}  # what it went through in a run
+
+    def _changed(self) -> bool:
+        if type(self.owner) is not self.type or version_of(self.owner) != self.version:
+            return True
+        if place_of(self.owner) != self.place:  # swapped for another tensor, with all who refer to it
+            return True
+        return self.version is None and self.former is not None and not same_values(self.owner, self.former)
+
+    @override
+    def _undo(self, done: dict[int, Any], for_now: bool) -> Any:
+        if not self._changed():
+            return self.owner
+        if for_now and self.former is not None:
+            return self.former
+        if self.former is None:
+            raise CutError(
+                f"A tensor of shape {tuple(self.owner.shape)} that belongs to the LightningModule was changed in place "
+                "by a run of the step that ends at a cut.",
+                hint="Change it after the last layer, or outside the step.",
+            )
+        # a tensor that the cut has swapped for another cannot take its value back
+        if type(self.owner) is not self.type or place_of(self.owner) != self.place:
+            return self.former
+        if self.type is Tensor:
+            check_counted([self.owner])
+        with torch.no_grad():
+            # in place, for whoever else refers to the tensor or to a view of it
+            self.owner[...] = self.former
+        if isinstance(self.owner, Tensor):
+            vars(self.owner).clear()
+            vars(self.owner).update(self.marks)
+        return self.owner
+
+    @override
+    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+        # it may have been filled with the values that it had
+        if self._changed() and (self.former is None or not same_values(self.owner, self.former)):
+            yield self.owner, Change("set", path, self.owner)
+
+
+def _node(value: Any, seen: dict[int, Node]) -> Node | None:
+    """What remembers the content of a value; ``None`` if it has none that a step could change."""
+    kind: Any = type(value)
+    if kind in (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size, frozenset):
+        return None
+    if id(value) in seen:
+        # a module that another one refers to counts where it is a part, or not at all
+        return None if isinstance(value, nn.Module) else seen[id(value)]
+    if isinstance(value, Tensor):
+        return None if isinstance(value, nn.Parameter) else _Tensor(value, seen)
+    for kinds, node in _NODES:
+        if isinstance(value, kinds):
+            found: Node = node(value, seen)
+            return found
+    return Attributes(value, seen) if is_object(value) else None
+
+
+_NODES: tuple[tuple[Any, type[Any]], ...] = (
+    (dict, Node),
+    ((list, deque), _List),
+    (tuple, _Tuple),
+    (set, _Set),
+    (np.ndarray, _Tensor),
+)
+
+
+def equal_plain(one: Any, other: Any) -> bool:
+    """Equal without being the same object: numbers and strings alone."""
+    return type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other
 
 
 def is_compared(name: str) -> bool:

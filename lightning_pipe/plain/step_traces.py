@@ -17,11 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.kept_state import in_several_pipes
 from lightning_pipe.intercept.module_state import apply, name_of, portable
 from lightning_pipe.intercept.recompute import is_recomputing
-from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.plain.own_sources import untouched
 

@@ -15,11 +15,10 @@ from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.withheld_gradients import WithheldGradients
 from lightning_pipe.errors import ConfigurationError, CutError
-from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.module_state import name_of
 from lightning_pipe.intercept.recompute import is_recomputing
-from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.plain.step_traces import StepTraces, TracesOfBatch
 from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, single_value
 from lightning_pipe.trainer.whole_model.metrics import Metrics

@@ -14,9 +14,9 @@ from torch import nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.absent_value import AbsentValue
-from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.interceptor import ATTRIBUTES
 from lightning_pipe.intercept.layer_state import LayerState
+from lightning_pipe.intercept.snapshot import Change
 from lightning_pipe.intercept.torch_patches.patch import running
 from lightning_pipe.patches import all_replaced
 

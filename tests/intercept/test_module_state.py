@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.contents import Change
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.module_state import apply, name_of, portable
-from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.intercept.snapshot import Change, Snapshot
 
 
 class Meter:

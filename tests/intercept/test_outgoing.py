@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import LiveTensor
-from lightning_pipe.intercept.outgoing import check_plain, entry_of, overlapping
+from lightning_pipe.intercept.crossing import check_plain, entry_of, overlapping
 from lightning_pipe.tensor_spec import TensorSpec
 
 

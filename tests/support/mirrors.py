@@ -41,7 +41,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "whole_gradients": "trainer/whole_model/test_gradient_norms",
     },
     "engine/first_batch": {"trial_runs": "engine/first_batch/test_trial_losses"},
-    "intercept": {"contents": "intercept/test_snapshot"},
     "intercept/torch_patches": {"activation_checkpoints": "intercept/test_surroundings"},
     "intercept/turns": {"tracker": "intercept/turns/test_run"},
     "parameters": {"releasing": "parameters/test_ownership"},

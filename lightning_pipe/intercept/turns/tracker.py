@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
-from lightning_pipe.intercept.crossing import Crossing
+from lightning_pipe.intercept.crossing import Crossing, check_plain, entry_of
 from lightning_pipe.intercept.in_place import ParameterUse
 from lightning_pipe.intercept.numbers import SAME_PATH, Numbers
-from lightning_pipe.intercept.outgoing import check_plain, entry_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.torch_functions import METADATA, draws, function_name, leaves_of

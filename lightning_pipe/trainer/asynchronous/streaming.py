@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.asynchronous import CallResult
 from lightning_pipe.engine.withheld_gradients import WithheldGradients, withheld_gradients
-from lightning_pipe.intercept.contents import Change
-from lightning_pipe.intercept.snapshot import Snapshot
+from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
 from lightning_pipe.trainer.gradients import Gradients
