@@ -93,9 +93,11 @@ class LayerCalls:
         self._again = cache.state.run_again
         # the objects that layers here have changed or made, by ``id``; caches of an earlier generate() must go
         self._kept = WeakValueDictionary[int, Any]()
-        # the module that runs where other stages must know what it leaves behind, and what looks at it
+        # the module that runs where other stages must know what it leaves behind, what looks at it, and, in a thorough
+        # run, what its code names
         self._running: tuple[str, nn.Module] | None = None
         self._watch: Watch | None = None
+        self._references: References | None = None
         self._skips, self.cache = skips, cache
 
     def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -113,6 +115,7 @@ class LayerCalls:
                 cache.parameter_use.use(parameter)
         self.ran.append(module)
         cache.state.runs(module, self._stage.stage)
+        around = self._running, self._watch, self._references  # a hook on a part of a layer may call others
         try:
             with tracker.paused(), tracker.surroundings.stream(key):
                 tracker.touch(tensors, name)
@@ -122,9 +125,9 @@ class LayerCalls:
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
-                watched = self._others or self._again
-                references = self._begin(name, module, () if plain else given, arguments) if watched else None
-                values = _copies(module) if self._again and references is not None else []
+                if self._others or self._again:
+                    self._begin(name, module, () if plain else given, arguments)
+                values = _copies(module) if self._again and self._references is not None else []
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -132,24 +135,23 @@ class LayerCalls:
                         result = forward(*args, **kwargs)
                 else:
                     result = forward(*args, **kwargs)
-                watch = self._watch
                 if self._again:
-                    self._check_unchanged(name, module, values, watch)
+                    self._check_unchanged(name, module, values)
                 # tensors made in between have no number: those that get out other than by the result are an error
                 tracker.spans.append((start, graph_nodes()))
                 changed = tracker.in_place.changed(before, name)
                 release_saved()
                 stashed, popped = self._skipped(name, skips, events) if len(self._skips.events) > events else ({}, ())
                 call = self._recorded(name, result, arguments, changed, stashed, popped)
-                tracker.calls.append(self._noted(name, module, watch, call, references) if self._others else call)
-                if watch is not None and any(each.state is not None for each in call.effects):
-                    self._kept.update(watch.kept_objects(call.effects, arguments))
+                tracker.calls.append(self._noted(name, module, call) if self._others else call)
+                if self._watch is not None and any(each.state is not None for each in call.effects):
+                    self._kept.update(self._watch.kept_objects(call.effects, arguments))
         finally:
-            self._running, self._watch = None, None
+            self._running, self._watch, self._references = around
         return result
 
-    def _begin(self, name: str, module: nn.Module, given: Sequence[Any], arguments: Sequence[Any]) -> References | None:
-        """Look at what a call changes from here on; returns what its code names, in a thorough run.
+    def _begin(self, name: str, module: nn.Module, given: Sequence[Any], arguments: Sequence[Any]) -> None:
+        """Look at what a call changes from here on.
 
         Args:
             name: the layer or outside module.
@@ -158,14 +160,14 @@ class LayerCalls:
             arguments: the leaves of that.
         """
         self._running, digest = (name, module), self.tracker.digest
-        references = self.cache.references(name, module) if digest.thorough else None
+        self._references = references = self.cache.references(name, module) if digest.thorough else None
         if references is not None and not digest.idle:
             references.before = digest.referred(references.values())
+        self._watch = None
         if self._others and given:
             self._watch = Watch(name, module, given, arguments, objects=self.tracker.shows_objects)
         if references is not None or (self._others and name in self.cache.keeping):
-            self._seek(references)
-        return references
+            self._seek()
 
     def _recorded(
         self,
@@ -231,17 +233,15 @@ class LayerCalls:
             records[name] = call
         return call
 
-    def _noted(
-        self, name: str, module: nn.Module, watch: Watch | None, call: CallRecord, references: References | None
-    ) -> CallRecord:
+    def _noted(self, name: str, module: nn.Module, call: CallRecord) -> CallRecord:
         """The record of a call with what the calls of its module change; the rest of what its code names counts."""
-        if watch is not None and watch.seeks:
+        if self._watch is not None and self._watch.seeks:
             self.cache.keeping.update(name for effect in call.effects if not isinstance(effect.where, int))
-            self._note_kept(name, module, watch)
+            self._note_kept(name, module, self._watch)
         elsewhere = self.cache.elsewhere[name]
-        before = None if references is None else references.before
-        if references is not None and before is not None:
-            now = self.tracker.digest.referred(references.values())
+        before = None if self._references is None else self._references.before
+        if self._references is not None and before is not None:
+            now = self.tracker.digest.referred(self._references.values())
             elsewhere |= {each: None for each in now if each[0].startswith("<") and now[each] != before.get(each)}
         if changing := (*self.cache.state.kept(module), *elsewhere):
             call = call._replace(changing=changing)
@@ -302,15 +302,15 @@ class LayerCalls:
             if not self._may_change(self.cache.module.get_submodule(other)):
                 raise changed_elsewhere(name, written(other, attribute))
 
-    def _check_unchanged(self, name: str, module: nn.Module, values: Sequence[Tensor], watch: Watch | None) -> None:
+    def _check_unchanged(self, name: str, module: nn.Module, values: Sequence[Tensor]) -> None:
         """Refuse what a layer whose forward pass runs again has changed unseen: the second run would find it.
 
-        Of its parameters their former ``values`` tell, if there are any, and ``watch`` of what it has kept.
+        Of its parameters their former ``values`` tell, if there are any.
         """
         if not all(map(same_values, map(local, module.parameters()), values)):
             raise found_changed(f"a parameter of '{name}'")
         state = self.cache.state
-        for (path, attribute), known, in_place in () if watch is None else watch.kept.altered():
+        for (path, attribute), known, in_place in () if self._watch is None else self._watch.kept.altered():
             part = module.get_submodule(path)
             if not known or attribute in part._buffers:
                 continue  # of buffers `BufferGuard` tells
@@ -326,12 +326,12 @@ class LayerCalls:
         kept = [list(vars(each).values()) for each in objects_of(arguments) if id(each) in self._kept]
         return [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Placeholder)]
 
-    def _seek(self, references: References | None = None) -> None:
+    def _seek(self) -> None:
         """Look for attributes, and note that the call may use the tensors that its module keeps."""
         if self._running is None or (self._watch is not None and self._watch.seeks):
             return
         watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self.tracker.shows_objects)
-        reached = () if references is None else references.reached
+        reached = () if self._references is None else self._references.reached
         parts = self.cache.module.named_modules() if reached else ()
         watch.seek({name: part for name, part in parts if part in reached and is_own(part)})
         numbers = (self.tracker.numbers.of(tensor) for _, tensor in watch.attributes())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.intercept.inner_hooks import acting
 from lightning_pipe.intercept.layer_calls import LayerCalls
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.skip import SkipKey, StepStore, put, stored_in, take
@@ -88,3 +89,21 @@ def test_a_skip_connection_ends_where_it_is_taken() -> None:
         calls.run("1", 1, nn.Identity(), lambda given: given + take("early"), (h,), {})
     first, second = calls.tracker.calls
     assert (first.stashed, first.popped, second.popped) == ((EARLY,), (), (EARLY,))
+
+
+def test_a_module_that_a_hook_in_a_layer_calls_leaves_the_layer_watched() -> None:
+    calls, x = layer_calls([]), torch.ones(2, requires_grad=True)
+    calls.tracker.digest.thorough = True
+    layer, outside = nn.Identity(), nn.Identity()
+
+    def forward(given: Tensor) -> Tensor:
+        layer.kept = given * 2
+        with acting(calls.tracker):
+            calls.run("head", -2, outside, outside.forward, (given,), {})
+        return given * 3
+
+    with calls.tracker:
+        calls.run("0", 0, layer, forward, (x,), {})
+    head, call = calls.tracker.calls
+    assert (head.name, head.effects) == ("head", ())
+    assert [effect.where for effect in call.effects] == [("", "kept")]
