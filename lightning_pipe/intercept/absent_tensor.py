@@ -89,10 +89,6 @@ class Origin(NamedTuple):
     names: tuple[str, ...] = ()
     home: Home | None = None
 
-    def __str__(self) -> str:
-        shown = ", ".join(f"'{name}'" for name in self.names[:_SHOWN])
-        return shown + (" and others" if len(self.names) > _SHOWN else "")
-
     def error(self, what: str, hint: str | None = None) -> CutError:
         """The error for what needs the value."""
         known = self.names and self.home is not None
@@ -156,13 +152,16 @@ class AbsentTensor(Tensor):
             origin = _origin((args, kwargs))
             if "_foreach_" in name:
                 return _without_absent(func, name, args, kwargs, origin)
-            if args and isinstance(args[0], AbsentTensor):
-                return _of_absent(func, name, args, kwargs, origin)
             changed = changed_in_place(name, args, kwargs)
             for tensor in changed:
                 if not isinstance(tensor, AbsentTensor):
                     _lose(tensor, name, origin)
-            return changed[0] if changed else _unknown(func, args, kwargs, origin)
+            if changed and ("out" in kwargs or any(changed[0] is each for each in args[:1])):
+                return changed[0]
+            if name in _MOVED and isinstance(absent := args[0], AbsentTensor):
+                options = {key: value for key, value in kwargs.items() if key != "memory_format"}
+                return _like(absent, func(absent.new_zeros(()), *args[1:], **options), origin)
+            return _unknown(func, args, kwargs, origin)
 
 
 class AbsentParameter(AbsentTensor, nn.Parameter):
@@ -247,17 +246,6 @@ def _is_shared(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     return bool(storage_uses(tensor.untyped_storage()._cdata) > 2)  # the tensor's, and the one asked
-
-
-def _of_absent(func: Any, name: str, args: Any, kwargs: Any, origin: Origin) -> Any:
-    """What a function with an absent tensor as its first argument returns."""
-    absent = args[0]
-    if changed_in_place(name, args, kwargs):
-        return absent
-    if name in _MOVED:
-        options = {key: value for key, value in kwargs.items() if key != "memory_format"}
-        return _like(absent, func(absent.new_zeros(()), *args[1:], **options), origin)
-    return _unknown(func, args, kwargs, origin)
 
 
 def _like(shaped: Tensor, sample: Tensor, origin: Origin) -> AbsentTensor:

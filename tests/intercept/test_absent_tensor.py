@@ -130,6 +130,24 @@ def test_what_is_changed_by_it_is_never_a_stale_number(linear: nn.Linear) -> Non
         assert isinstance(average, AbsentTensor)
 
 
+def test_what_it_is_written_into_is_never_a_stale_number(linear: nn.Linear) -> None:
+    result = torch.zeros(4, 3)
+    assert torch.mul(linear.weight, 2.0, out=result) is result
+    assert is_absent(result)
+
+
+def test_norms_and_copies_of_it_have_its_shape(linear: nn.Linear) -> None:
+    weight = linear.weight.detach()
+    mean, variance = torch.zeros(3), torch.ones(3)
+    found = [weight.clone(), weight.data, weight.contiguous(), weight.double(), linear.weight.cpu()]
+    found.append(nn.functional.batch_norm(weight, None, None, training=True))
+    assert all(is_absent(each) and each.shape == (4, 3) for each in found)
+    assert found[3].dtype is torch.float64
+    nn.functional.batch_norm(weight, mean, variance, training=True)
+    assert is_absent(mean)
+    assert is_absent(variance)
+
+
 def test_memory_that_others_have_is_not_left_with_a_stale_number(linear: nn.Linear) -> None:
     average = torch.zeros(4, 3)
     with pytest.raises(CutError, match="shares its memory with others"):
