@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from lightning_pipe.intercept.distributions import show_distributions
+from lightning_pipe.intercept.describe import show_distributions
 from lightning_pipe.intercept.in_place import ParameterUse
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
