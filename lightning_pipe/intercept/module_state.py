@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.snapshot import Change, at, is_compared, items_of, refill
+from lightning_pipe.intercept.snapshot import Change, is_compared, items_of, refill
 from lightning_pipe.intercept.tensor_state import check_counted
 
 _CONTAINERS = (list, dict)
@@ -52,7 +52,10 @@ def apply(changes: Sequence[Change], state: LayerState) -> None:
     """
     for change in changes:
         if not state.concerns(change):
-            _apply(at(state.around[change.path[0]], change.path[1:-1]), change)
+            owner: Any = state.around[change.path[0]]
+            for key in change.path[1:-1]:
+                owner = items_of(owner)[key]
+            _apply(owner, change)
     # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
     state.adopt(changes)
 

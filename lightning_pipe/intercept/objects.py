@@ -108,7 +108,8 @@ def objects_of(leaves: Sequence[Any]) -> list[Any]:
         if isinstance(value, _CONTAINERS):
             seen.add(id(value))
             pending += reversed([*(value.values() if isinstance(value, dict) else value)])
-        if is_opaque(value):  # a class that is derived from a list or dictionary has attributes, too
+        # a class that is derived from a list or dictionary has attributes, too
+        if (hasattr(value, "__dict__") or is_dataclass(value)) and not isinstance(value, _NO_OBJECTS):
             seen.add(id(value))
             found.append(value)
             pending += reversed([*attributes_of(value).values()])
@@ -121,11 +122,6 @@ def _merged(old: Any, new: Any) -> Any:
         return new
     refill(old, new)
     return old
-
-
-def is_opaque(leaf: Any) -> bool:
-    """Whether a leaf is an object with attributes of its own, in which something may change."""
-    return (hasattr(leaf, "__dict__") or is_dataclass(leaf)) and not isinstance(leaf, _NO_OBJECTS)
 
 
 Content = tuple[Any, list[tuple[Any, int | None]]]

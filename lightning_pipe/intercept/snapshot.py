@@ -65,13 +65,6 @@ class Change(NamedTuple):
     value: Any = None
 
 
-def at(owner: Any, steps: Path) -> Any:
-    """What is at the end of the path that begins at an object."""
-    for key in steps:
-        owner = items_of(owner)[key]
-    return owner
-
-
 def items_of(owner: Any) -> Any:
     """Where an object has what a step of a path leads to: in itself, or in its attributes."""
     return owner if isinstance(owner, dict | list | deque | tuple | set) else attributes_of(owner)
