@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.batch_kinds import kind_of
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.autograd_graph import nodes_behind
+from lightning_pipe.intercept.incoming import nodes_behind
 from lightning_pipe.tensor_spec import TensorSpec
 
 

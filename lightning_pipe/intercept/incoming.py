@@ -1,12 +1,13 @@
-"""The entry of received tensors into autograd."""
+"""The entry of received tensors into autograd, and the way through its graphs that may lead there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
 
@@ -90,3 +91,25 @@ def _noted(name: str) -> Any:
 
 for _name in ("register_hook", "register_prehook", "_register_hook_dict"):
     setattr(Entry, _name, _noted(_name))
+
+
+Edge = tuple[Any, int]
+"""A node and the number of one of its results; the node is ``None`` for what has no graph."""
+
+
+def edge_of(tensor: Tensor | GradientEdge) -> Edge:
+    """Where the graph behind a tensor begins."""
+    return tensor[:2] if isinstance(tensor, GradientEdge) else (tensor.grad_fn, tensor.output_nr)
+
+
+def nodes_behind(tensors: Iterable[Tensor | GradientEdge], without: Edge = (None, 0)) -> Iterator[Any]:
+    """The nodes of the graph behind some tensors, other than those to which ``without`` alone leads."""
+    seen: set[Any] = set()
+    pending = [edge_of(tensor) for tensor in tensors]
+    while pending:
+        edge = pending.pop()
+        node = edge[0]
+        if node is not None and node not in seen and edge != without:
+            seen.add(node)
+            yield node
+            pending += node.next_functions

@@ -39,10 +39,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.autograd_graph import edge_of, nodes_behind
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing, check_surroundings, crossings_of
-from lightning_pipe.intercept.incoming import Entry, Incoming
+from lightning_pipe.intercept.incoming import Entry, Incoming, edge_of, nodes_behind
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipe.intercept.autograd_graph import edge_of, nodes_behind
+from lightning_pipe.intercept.incoming import edge_of, nodes_behind
 
 
 def test_every_node_comes_once() -> None:

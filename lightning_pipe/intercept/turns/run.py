@@ -57,7 +57,6 @@ class TurnRun:
         complete: whether the step has returned on the rank whose result counts.
     """
 
-    training = False
     whole = False
     stage_here = None
 
