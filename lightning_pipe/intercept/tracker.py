@@ -19,7 +19,7 @@ from lightning_pipe.intercept.digest import Digest
 from lightning_pipe.intercept.in_place import InPlace, ParameterUse
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, no_value
-from lightning_pipe.intercept.surroundings import Surroundings
+from lightning_pipe.intercept.random_streams import Surroundings
 from lightning_pipe.intercept.tensor_state import UNCOUNTED, check_counted, note_uncounted
 from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,

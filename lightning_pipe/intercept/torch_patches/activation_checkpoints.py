@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.surroundings import Stream
+from lightning_pipe.intercept.random_streams import Stream
 from lightning_pipe.intercept.torch_functions import draws, function_name
 from lightning_pipe.intercept.torch_patches.patch import current_run
 
