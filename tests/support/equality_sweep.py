@@ -192,8 +192,7 @@ def streamed(
                     for index, batch in enumerate(entry.batches(number))
                 ]
                 # no rank waits for a later one: the first has run all batches when the last begins, if it is fast
-                for _ in range(number):
-                    ran += performed(stream, number)
+                ran += performed(stream, number)
                 losses.update((i, float(batch.results[0])) for i, batch in enumerate(batches) if batch.results)
                 stream.end()
         return ran[: len(ran) // 2]
@@ -203,13 +202,11 @@ def streamed(
 
 
 def performed(stream: StreamedEvaluation, number: int) -> list[str]:
-    """Let a rank go on to the end of the next batch; the actions that are left over are those of no batch."""
-    end, ran = stream.proceed(), []
-    while (action := stream.due(end)) is not None:
-        if (action.micro_batch or 0) < number:
-            stream.perform(action)
-            ran.append(str(action))
-    return ran
+    """Let a rank go on to the end of so many batches; the actions that are left over are those of no batch."""
+    ran = [action for action in stream.up_to(stream.end_of(number - 1)) if (action.micro_batch or 0) < number]
+    for action in ran:
+        stream.perform(action)
+    return [str(action) for action in ran]
 
 
 def train_rank(entry: Entry, module: Module, point: Point, transport: Transport) -> Trace:

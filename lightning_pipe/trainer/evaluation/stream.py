@@ -2,8 +2,8 @@
 
 Lightning's loop fetches a batch, evaluates it and calls the hooks behind it, on every rank. In a stream the ranks run
 their part of later batches before the loop asks for them. What Lightning does with a batch stays in order, with the
-step's outputs, on all ranks. What a rank runs follows one order for all ranks, `EvaluationOrder`. Three ranks, the
-batches that they run, and between bars what the loops are at::
+step's outputs, on all ranks. What a rank runs follows one order for all ranks, that of `StreamedEvaluation`. Three
+ranks, the batches that they run, and between bars what the loops are at::
 
     rank 2 (stage 0)   0 1 2 3 |0| 4 |1| 5 |2| 6 ...
     rank 1 (stage 1)     0 1 2 |0| 3 |1| 4 |2| 5 ...
@@ -11,18 +11,18 @@ batches that they run, and between bars what the loops are at::
 
 The rank with the last stage, which also loads the batches, sends them, and a report of every batch, without waiting for
 the others. Before it evaluates a batch in its loop, it runs what the order has before the end of the batch. The other
-ranks go on to a few slots behind that end (`EvaluationOrder.ahead`), and then wait for the report: whatever they wait
-for before is sent by a rank that has got as far in the order without that report.
+ranks go on to a few slots behind that end (`StreamedEvaluation.ahead`), and then wait for the report: whatever they
+wait for before is sent by a rank that has got as far in the order without that report.
 
 A run of the step may read too early what an earlier batch changes. Stages compare what they give to layers, and the
 last one, which runs all batches in order, has what one device has. Where it differs its run ends, as it does where a
-step comes back to layers that it has called. Then no other batch begins in the order. All ranks run what has begun to
-its end, so that no message is left, and begin anew with this batch: each one waits for the batch before it.
+step comes back to layers that it has called. Then no other batch begins in the order. All ranks run what may have begun
+on one of them to its end, so that no message is left, and begin anew with this batch: each one waits for the batch
+before it.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -61,17 +61,12 @@ class EvaluationStream:
         self._evaluations, self._world, self._loop, self._name = evaluations, world, loop, name
         self._module, pipeline = evaluations.user_step.module, evaluations.pipeline
         self._last = len(pipeline.balance) - 1
-        ranks = [pipeline.placement[0, stage] for stage in range(self._last + 1)]
-        self._stages = [stage for stage, rank in enumerate(ranks) if rank == pipeline.transport.rank]
+        # whether this rank has the last stage, and loads
+        self._completes = pipeline.loss_ranks[0] == pipeline.transport.rank
         self._engine = StreamedEvaluation(pipeline)
         self._batches = FetchedBatches(self._module.trainer, loop, name)
-        self._slot, self._waits = 0, False
+        self._limit, self._waits = 0, False
         self._changed = ExitStack()
-
-    @property
-    def _completes(self) -> bool:
-        """Whether this rank has the last stage, and loads."""
-        return self._last in self._stages
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -107,11 +102,12 @@ class EvaluationStream:
 
     def __next__(self) -> tuple[Any, int, int]:
         if not self._waits:
-            self._slot = self._engine.proceed()
+            number = self._batches.given
+            end, self._limit = self._engine.end_of(number), self._engine.begun(number)
             if self._completes:
                 # batches are loaded for the rank that is furthest ahead, which asks for one more behind the report
-                self._batches.up_to(self._engine.order.begun)
-            self._run_to(self._slot - 1 if self._completes else self._slot + self._engine.order.ahead)
+                self._batches.up_to(self._limit)
+            self._run_to(end - 1 if self._completes else end + self._engine.ahead)
         current = self._batches.give()
         return current.batch, current.index, current.loader
 
@@ -130,7 +126,7 @@ class EvaluationStream:
             step = step if current.way is None else self._evaluations.again(step)
             self._evaluations.run(step)
         elif self._completes:
-            self._run_to(self._slot)
+            self._run_to(self._engine.end_of(current.number))
             if self._replicas_wait:
                 [step.repeats] = self._world.any_of([step.repeats], self._world.replica_members)
         leave = None if self._waits else self._leave
@@ -146,11 +142,8 @@ class EvaluationStream:
 
     def _leave(self) -> None:
         """Let batches wait from now on: bring what has begun to its end, of which nothing counts."""
-        self._waits, order = True, self._engine.order
-        order.close()
-        for _ in range(self._batches.given, order.begun):
-            self._run_to(self._engine.proceed())
-        self._run_to(sys.maxsize)
+        self._waits = True
+        self._run_to(self._engine.end_of(self._limit - 1))
         self._engine.end()
         rank_zero_info(
             f"{self._name}: each batch passes all ranks before the next one begins, because a step comes back to "
@@ -170,9 +163,10 @@ class EvaluationStream:
         return self._world.layout.data_parallel_size > 1 and self._name != "predict_step"
 
     def _run_to(self, slot: int) -> None:
-        """Run what the order has for this rank up to a slot."""
-        while (action := self._engine.due(slot)) is not None:
-            fetched = self._batches.find(action.micro_batch or 0)
+        """Run what the order has for this rank up to a slot, of the batches that have begun."""
+        for action in self._engine.up_to(slot):
+            number = action.micro_batch or 0
+            fetched = self._batches.find(number) if number < self._limit else None
             if fetched is not None:  # else the data has ended before
                 self._perform(action, fetched)
 
@@ -195,5 +189,4 @@ class EvaluationStream:
                 if fetched.number > self._batches.given:
                     error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))
                 raise
-        if action.stage == self._stages[-1]:
-            step.outputs, step.repeats = fetched.way.results, fetched.way.repeats
+        step.outputs, step.repeats = fetched.way.results, fetched.way.repeats
