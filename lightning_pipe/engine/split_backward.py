@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,19 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipe.torch_internals import run_backward
 
 Gradients = tuple[Tensor | None, ...]
-
-
-@dataclass
-class _Junction:
-    """A node that leads to the input, and not by way of it to ``leaves``; with the gradients that arrived at it."""
-
-    node: Node
-    leaves: list[Node]
-    gradients: Gradients | None = None
-
-    def keep(self, gradients: Gradients) -> None:
-        """Note what arrives at the node."""
-        self.gradients = gradients
 
 
 @dataclass
@@ -49,7 +37,9 @@ class SplitBackward:
     gradients: Sequence[Tensor]
     entry: Tensor | None
     whole: bool
-    _junctions: list[_Junction] = field(default_factory=list)
+    # by the nodes where the two parts of the graph meet: where the ways from there to weights end; and what has arrived
+    _junctions: dict[Node, list[Node]] = field(default_factory=dict)
+    _arrived: dict[Node, Gradients] = field(default_factory=dict)
     _apart: list[bool] = field(default_factory=list)
 
     def input_half(self) -> None:
@@ -64,10 +54,10 @@ class SplitBackward:
     def _divide(self, entry: Tensor) -> None:
         """Run the way to the entry alone, unless that has to be walked with the rest."""
         leads, junctions = _walk([_node_of(result) for result in self.results], _node_of(entry))
-        hooks = [junction.node.register_prehook(junction.keep) for junction in junctions or ()]
+        hooks = {node: node.register_prehook(partial(self._arrived.__setitem__, node)) for node in junctions or ()}
         try:
             # A junction runs in both halves, and with it would the user's hooks.
-            self.whole = junctions is None or any(map(_has_others, junctions, hooks))
+            self.whole = junctions is None or any(map(_has_others, hooks, hooks.values()))
             if self.whole or junctions is None:
                 return
             self._junctions = junctions
@@ -75,7 +65,7 @@ class SplitBackward:
             if not all(self._apart):  # else nothing leads to the input, and the second half does all
                 backward(self.results, self.gradients, retain_graph=True, inputs=[entry])
         finally:
-            for hook in hooks:
+            for hook in hooks.values():
                 hook.remove()
 
     def weight_half(self) -> None:
@@ -89,12 +79,12 @@ class SplitBackward:
         for result, gradient, apart in zip(self.results, self.gradients, self._apart, strict=True):
             if apart:
                 backward([result], [gradient], retain_graph=True)
-        for junction in self._junctions:
-            _finish(junction)
-        self._junctions.clear()
+        for node, gradients in self._arrived.items():
+            _finish(node, self._junctions[node], gradients)
+        self._arrived.clear()
 
 
-def _walk(roots: Sequence[Node], entry: Node) -> tuple[dict[Node, bool], list[_Junction] | None]:
+def _walk(roots: Sequence[Node], entry: Node) -> tuple[dict[Node, bool], dict[Node, list[Node]] | None]:
     """For each node of a graph whether it leads to the entry, and where the parts for the two halves meet.
 
     Args:
@@ -117,17 +107,17 @@ def _walk(roots: Sequence[Node], entry: Node) -> tuple[dict[Node, bool], list[_J
         stack.pop()
         if node not in leads:
             leads[node] = node is entry or True in [leads[following] for following in after[node]]
-    junctions = []
+    junctions: dict[Node, list[Node]] = {}
     for node, leading in leads.items():
         apart = [following for following in after[node] if not leads[following]] if leading else []
         if apart:
-            junctions.append(_Junction(node, _leaves(apart, after)))
+            junctions[node] = _leaves(apart, after)
     # A junction runs in both halves. The backward of a Function may do more than return gradients: once, then.
-    indivisible = any(isinstance(junction.node, BackwardCFunction) for junction in junctions)
+    indivisible = any(isinstance(node, BackwardCFunction) for node in junctions)
     # A reentrant checkpoint runs a backward pass of its own, which torch refuses in the first half (torch 2.13).
     indivisible = indivisible or any("CheckpointFunction" in type(node).__name__ for node in leads)
     # Weights that two junctions lead to: asked for by name, autograd would go to them from one by way of the other.
-    found = [leaf for junction in junctions for leaf in junction.leaves]
+    found = [leaf for leaves in junctions.values() for leaf in leaves]
     return leads, None if indivisible or len(found) > len(set(found)) else junctions
 
 
@@ -143,24 +133,21 @@ def _leaves(nodes: Sequence[Node], after: Mapping[Node, Sequence[Node]]) -> list
     return [node for node in seen if not after[node]]
 
 
-def _has_others(junction: _Junction, hook: RemovableHandle) -> bool:
+def _has_others(junction: Node, hook: RemovableHandle) -> bool:
     """Whether the user has hooks beside ``hook``. All of one kind are in one dictionary, which a handle knows."""
-    behind = junction.node.register_hook(lambda gradients, arrived: None)
+    behind = junction.register_hook(lambda gradients, arrived: None)
     others = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in (hook, behind))
     behind.remove()
     return others
 
 
-def _finish(junction: _Junction) -> None:
+def _finish(junction: Node, leaves: Sequence[Node], gradients: Gradients) -> None:
     """Go on from a junction towards its weights, to which no other one leads: autograd computes nothing else."""
-    if junction.gradients is None or all(gradient is None for gradient in junction.gradients):
-        return
+    arrived = {GradientEdge(junction, i): gradient for i, gradient in enumerate(gradients) if gradient is not None}
     # `AccumulateGrad` nodes alone have a variable
-    weights = [node.variable for node in junction.leaves if hasattr(node, "variable")]
-    if weights:
-        edges = [GradientEdge(junction.node, i) for i, g in enumerate(junction.gradients) if g is not None]
-        arrived = [gradient for gradient in junction.gradients if gradient is not None]
-        backward(edges, arrived, retain_graph=True, inputs=weights)
+    weights = [node.variable for node in leaves if hasattr(node, "variable")]
+    if weights and arrived:
+        backward([*arrived], [*arrived.values()], retain_graph=True, inputs=weights)
 
 
 def backward(
