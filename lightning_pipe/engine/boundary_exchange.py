@@ -130,7 +130,7 @@ class Transfer:
     Args:
         plan: what travelled.
         works: the sends of this end, which are over when it is forgotten, or when its gradients have come.
-        used: the numbers that the receiver or a later stage used; known after the backward pass.
+        used: the numbers that the receiver or a later stage used, as gradients have told; ``None``: all.
     """
 
     plan: BoundaryPlan
@@ -150,12 +150,10 @@ class BoundaryExchange:
 
     Args:
         transport: the rank's transport.
-        sent: for every peer the bytes of all messages so far whose size both ends had agreed on.
     """
 
     transport: Transport
     transfers: dict[BoundaryKey, Transfer] = field(default_factory=dict)
-    sent: Counter[int] = field(default_factory=Counter)
     _plans: dict[_PlanKey, BoundaryPlan] = field(default_factory=dict)
     # by micro-batch: the plans when it set out, and its signature
     _under_way: dict[int, tuple[dict[_PlanKey, BoundaryPlan], Hashable]] = field(default_factory=dict)
@@ -219,10 +217,9 @@ class BoundaryExchange:
         """Start to send back the gradients of what was received."""
         transfer, (gradients, used) = self.transfers[key], returned
         plan = transfer.plan
-        transfer.used = used if plan.gradients else plan.all  # as the other end has to assume
-        if not plan.gradients:
+        if not plan.gradients:  # the other end is told nothing
             return
-        tensors = [gradients.get(number) for number in plan.gradients]
+        transfer.used, tensors = used, [gradients.get(number) for number in plan.gradients]
         complete = used >= plan.all and gradients.keys() >= set(plan.gradients)
         masks = plan.masks if complete else plan.masks_of(used, gradients)
         works = self._send(Lane("backward", key.pipe), key, peer, plan.gradient_layout, masks, tensors, plan.steady)
@@ -238,15 +235,13 @@ class BoundaryExchange:
         """Wait for the gradients, by number, and the numbers that later stages used."""
         plan = (transfer := self.transfers[key]).plan
         if not plan.gradients:
-            transfer.used = plan.all
-            return Returned({}, transfer.used)
+            return Returned({}, plan.all)
         masks, tensors = self._posted.pop(("backward", key))()
         self._used[peer, key.pipe] += 1
         _end(transfer.works)
         # Mostly everything was used: comparing two short lists is cheaper than reading them.
         if masks == plan.masks:
-            transfer.used = plan.all
-            return Returned(dict(zip(plan.gradients, tensors, strict=True)), transfer.used)
+            return Returned(dict(zip(plan.gradients, tensors, strict=True)), plan.all)
         transfer.used = frozenset(compress(plan.numbers, masks))
         present = masks[len(plan.numbers) :]
         gradients = {n: tensor for n, tensor, flag in zip(plan.gradients, tensors, present, strict=True) if flag}
@@ -321,7 +316,6 @@ class BoundaryExchange:
     def _send(
         self, lane: Lane, key: BoundaryKey, peer: int, layout: MessageLayout, words: Words, data: _Data, steady: bool
     ) -> list[Work]:
-        self.sent[peer] += layout.size
         said = words if (hop := self._hop(lane, key)) is None else hop.say(key.micro_batch, words, steady)
         works = [*self.transport.send_parts(layout, words, data, peer, lane)]
         if said is not None and not self.transport.inline_control:

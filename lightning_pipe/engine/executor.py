@@ -107,16 +107,16 @@ class Executor:
         self.later = [[late for early, late in ends if early == stage] for stage in stages]
         self.earlier = [[early for early, late in ends if late == stage] for stage in stages]
         self.joint = JointForward(self.stages)
-        self._methods: dict[Kind, Callable[[Action, Any], None]] = {
+        self._methods: dict[Kind, Callable[[Any, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_FORWARD: self._send_forward,
-            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.RECEIVE_FORWARD: self.exchange.expect,
             Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECEIVE_BACKWARD: self._receive_backward,
+            Kind.RECEIVE_BACKWARD: self.exchange.expect_gradients,
             Kind.REDUCE: self._reduce,
         }
 
@@ -187,10 +187,12 @@ class Executor:
         ]
 
     def _single(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[], None]:
-        subject: Any = StageKey.of(action) if action.peer is None else BoundaryKey.of(action)
+        if action.peer is not None:
+            return partial(self._methods[action.kind], BoundaryKey.of(action), action.peer)
+        here = StageKey.of(action)
         if action.kind is Kind.FORWARD and action[1:3] in again:
-            return partial(self._forward, action, subject, again=True)
-        return partial(self._methods[action.kind], action, subject)
+            return partial(self._forward, action, here, again=True)
+        return partial(self._methods[action.kind], action, here)
 
     def _loop(self, steps: Sequence[Prepared]) -> None:
         board = self.exchange.transport.board
@@ -306,17 +308,11 @@ class Executor:
 
     # ------------------------------------------------------------------ messages
 
-    def _send_forward(self, _: Action, key: BoundaryKey) -> None:
-        self.exchange.send(key, self.placement[key.pipe, key.to], self.left.pop(key))
+    def _send_forward(self, key: BoundaryKey, peer: int) -> None:
+        self.exchange.send(key, peer, self.left.pop(key))
 
-    def _receive_forward(self, _: Action, key: BoundaryKey) -> None:
-        self.exchange.expect(key, self.placement[key.pipe, key.stage])
-
-    def _send_backward(self, _: Action, key: BoundaryKey) -> None:
-        self.exchange.send_gradients(key, self.placement[key.pipe, key.stage], self.gradients.pop(key))
-
-    def _receive_backward(self, _: Action, key: BoundaryKey) -> None:
-        self.exchange.expect_gradients(key, self.placement[key.pipe, key.to])
+    def _send_backward(self, key: BoundaryKey, peer: int) -> None:
+        self.exchange.send_gradients(key, peer, self.gradients.pop(key))
 
     def _reduce(self, _: Action, here: StageKey) -> None:
         self.reduce(here.stage)

@@ -130,10 +130,6 @@ class PartitionedModule:
         """The layers of this rank and the modules outside the layers."""
         return roots_of(self.module, self.layers, self.stage_layers, self.stages_here)
 
-    def holding_processes(self, name: str) -> tuple[int, ...]:
-        """The processes of all pipelines that have the true value of a named parameter or buffer, sorted."""
-        return self.transport.topology.holders(self.owners(name))
-
     # ------------------------------------------------------------------ schedule and stages
 
     def schedule(self, micro_batches: int, passes: int | None = None) -> Schedule:
@@ -188,15 +184,6 @@ class PartitionedModule:
             is_of_one = len(users) == 1 and self.ownership.in_layers_alone(name) and owners == self.holders(min(users))
             yield parameter, owners, min(users) if is_of_one else None
 
-    def make_groups(self) -> None:
-        """Prepare the groups of processes that have something in common. Collective."""
-        topology = self.transport.topology
-        groups = [topology.members(replica, range(topology.ranks)) for replica in range(topology.replicas)]
-        groups += [tuple(sorted(topology.replica_processes(rank))) for rank in range(topology.ranks)]
-        groups += [topology.holders(owners) for owners in self.owner_sets()]
-        # Without repetitions, and in this order: processes make groups together, one after the other.
-        self.transport.make_groups(list(dict.fromkeys(groups)))
-
     def owner_sets(self) -> list[tuple[int, ...]]:
         """The different sets of ranks that hold something in common."""
         return list(dict.fromkeys(self.owners(name) for name, _ in named_tensors(self.module)))
@@ -242,9 +229,8 @@ class PartitionedModule:
         state: dict[str, Any] = self.module.state_dict()
         for name, value in state.items():
             if not isinstance(value, Tensor):  # what get_extra_state() returns where the layer runs
-                layer = next((n for n, each in enumerate(self.names) if name.startswith(f"{each}.")), None)
-                stages = [stage for stage, span in enumerate(self.stage_layers) if layer in span]
-                rank = self.holders(stages[0])[0] if stages else self.loss_ranks[0]
+                stage = next((stage for layer, stage in self.places[0].items() if name.startswith(f"{layer}.")), None)
+                rank = self.loss_ranks[0] if stage is None else self.holders(stage)[0]
                 source = self.transport.topology.process(self.transport.replica, rank)
                 state[name] = self.transport.broadcast_object(value, source, self.pipeline_members)
             elif len(self.owners(name)) == self.transport.topology.ranks:

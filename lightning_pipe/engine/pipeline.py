@@ -106,13 +106,15 @@ class Pipeline(PartitionedModule):
             Stages(self._interceptor, stages),
             BoundaryExchange(transport),
             self.sample_schedule(passes).placement,
-            self._stage_done,
+            self.reductions.stage_done,
             ends_of(routes),
         )
 
     def _connect(self) -> None:
         """Prepare all groups and channels. Collective: every process does so in the same order, or the first hangs."""
-        self.make_groups()
+        topology = self.transport.topology
+        owner_sets = [*((rank,) for rank in range(topology.ranks)), *self.owner_sets()]
+        self.transport.make_groups([topology.holders(owners) for owners in owner_sets])
         ends = [*pairwise(range(self.passes * len(self.balance))), *self.skips]
         channels = list[Channel]()
         placement = self.sample_schedule(self.passes).placement
@@ -121,11 +123,6 @@ class Pipeline(PartitionedModule):
             if one != other:
                 channels += [Channel(one, other, Lane("forward", pipe)), Channel(other, one, Lane("backward", pipe))]
         self.transport.connect(channels)
-
-    def _stage_done(self, stage: int) -> None:
-        """The gradients of a stage are complete when its first pass has had its backward passes: they come last."""
-        if stage < len(self.balance):
-            self.reductions.stage_done(stage)
 
     # ------------------------------------------------------------------ batches
 
@@ -346,5 +343,6 @@ class Pipeline(PartitionedModule):
     def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:
         """End the mini-batch of those of some deferred batch norms that this rank runs."""
         buffers = [(norm, f"{self.norms[norm]}.running_mean".lstrip(".")) for norm in ended]
-        held = [(norm, self.holding_processes(name)) for norm, name in buffers if self.holds(name)]
+        topology = self.transport.topology
+        held = [(norm, topology.holders(self.owners(name))) for norm, name in buffers if self.holds(name)]
         commit_shared(held, self.transport)

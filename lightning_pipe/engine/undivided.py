@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,17 +63,12 @@ def divide(
         passes: how often a training step runs the layers.
         deferred_batch_norm: see `Pipeline`.
     """
-    before = vars(pipeline).copy()
-    vars(pipeline).clear()
-    try:
-        same = {name: before[name] for name in ("module", "family", "transport", "recompute")}
-        new: dict[str, Any] = {"layers": layers, "balance": balance, "passes": passes}
-        type(pipeline).__init__(pipeline, **same, **new, deferred_batch_norm=deferred_batch_norm)
-    except BaseException:
-        vars(pipeline).update(before)  # it is refused, and stays whole
-        raise
-    pipeline.reductions.dtype = before["reductions"].dtype
-    pipeline.reductions.scattered = before["reductions"].scattered
+    divided = replace(
+        pipeline, layers=layers, balance=[*balance], passes=passes, deferred_batch_norm=deferred_batch_norm
+    )
+    divided.reductions.dtype = pipeline.reductions.dtype
+    divided.reductions.scattered = pipeline.reductions.scattered
+    pipeline.__dict__ = divided.__dict__  # whoever refers to either goes on with the same
     pipeline.partition()
 
 

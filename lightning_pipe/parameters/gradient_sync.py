@@ -144,10 +144,10 @@ class GradientSync:
         return self.shards.mine(parameter) if self.scattered and self._entries else first
 
     def stage_done(self, stage: int) -> None:
-        """The gradients of a stage are complete on this rank."""
+        """The gradients of a stage are complete here. Stages of later passes, which are done before, have none."""
         if self.sharded is not None:
             self.sharded.stage_done(stage)
-        if self.overlapped and self._entries:
+        if self.overlapped and (_STAGE, stage) in self._entries:
             self.start((_STAGE, stage))
 
     def add(

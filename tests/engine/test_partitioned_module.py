@@ -35,7 +35,7 @@ def test_stages_are_ranges_of_layers_on_their_ranks() -> None:
 def test_the_same_rank_of_every_replica_holds_the_same_names() -> None:
     every = divided("gpipe", [2, 2], replicas=2)
     assert [each.pipeline_members for each in every] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert all(each.holding_processes("0.weight") == (0, 2) for each in every)
+    assert all(each.owners("0.weight") == (0,) for each in every)
 
 
 def test_both_holders_of_a_stage_with_twins_hold_its_parameters() -> None:

@@ -52,11 +52,15 @@ class ThreadTransport(Transport):
         super().__init__(world.topology, process, device, timeout)
         self.world = world
         self.shares_generators = world.topology.world_size > 1
-        self._known: set[tuple[int, ...]] = {tuple(range(world.topology.world_size))}
+        topology = world.topology
+        of_pipelines = (topology.members(each, range(topology.ranks)) for each in range(topology.replicas))
+        self._known: set[tuple[int, ...]] = {topology.everyone, *of_pipelines}
         self._calls: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self.sent = 0  # the bytes of messages whose size both ends had agreed on
 
     @override
     def send(self, data: Tensor, peer: int, lane: Lane) -> Work:
+        self.sent += data.numel()
         return self._post("send", data, (self.process, self.peers[peer], lane), self.peers[peer], lane)
 
     @override
