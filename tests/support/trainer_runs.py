@@ -191,9 +191,13 @@ CASES: dict[str, Case] = {
     ),
     "fast_dev_run": Case(trainer={"fast_dev_run": 2}),
     "overfit_batches": Case(trainer={"overfit_batches": 2}),
-    "limits": Case(trainer={"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1}),
+    "limits": Case(
+        trainer={
+            **{"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1},
+            "reload_dataloaders_every_n_epochs": 1,
+        }
+    ),
     "validation_in_between": Case(trainer={"val_check_interval": 2, "profiler": "simple", "detect_anomaly": True}),
-    "reloaded": Case(trainer={"reload_dataloaders_every_n_epochs": 1}),
     "bf16_mixed": Case(trainer={"precision": "bf16-mixed"}, **_SINGLE),
     "bf16_true": Case(trainer={"precision": "bf16-true"}, **_SINGLE),
     "double": Case(OneType, trainer={"precision": "64-true"}, dtype=torch.float32),

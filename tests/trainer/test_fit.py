@@ -48,9 +48,11 @@ FEATURES: dict[str, list[tuple[str, str]]] = {
     "early_stopping": [(CALLBACK, "EarlyStopping")],
     "fast_dev_run": [(FLAG, "fast_dev_run")],
     "overfit_batches": [(FLAG, "overfit_batches")],
-    "limits": [(FLAG, name) for name in ("limit_train_batches", "limit_val_batches", "num_sanity_val_steps")],
+    "limits": [
+        *((FLAG, name) for name in ("limit_train_batches", "limit_val_batches", "num_sanity_val_steps")),
+        (FLAG, "reload_dataloaders_every_n_epochs"),
+    ],
     "validation_in_between": [(FLAG, name) for name in ("val_check_interval", "profiler", "detect_anomaly")],
-    "reloaded": [(FLAG, "reload_dataloaders_every_n_epochs")],
     "bf16_mixed": [(PRECISION, "MixedPrecision"), (FLAG, "precision")],
     "bf16_true": [(PRECISION, "HalfPrecision")],
     "double": [(PRECISION, "DoublePrecision")],
@@ -59,10 +61,16 @@ FEATURES: dict[str, list[tuple[str, str]]] = {
 
 
 SLOW = {
-    *("auto_micro_batches", "interleaved", "several_stages", "recomputed", "two_loss_ranks"),
-    *("head_in_setup", "recurrent_head", "normalised_averaging"),
+    *("micro_batches", "auto_micro_batches", "interleaved", "several_stages", "recomputed", "two_loss_ranks"),
+    *("setup", "head_in_setup", "recurrent_head", "normalised_averaging", "double"),
+    *("accumulated", "clipped", "frozen", "averaged", "early_stopping"),
 }
-"""Schedules, which the tests of equality train with, and further cases of a kind of which one is fast."""
+"""What others prove among the fast tests.
+
+Tests of equality train with schedules. Some cases are of a kind of which one is fast; "finetuned" clips, "stream" has
+SGD. A scheduler accumulates in `test_features`, weights are averaged in `checkpoints.test_divided`, and an evaluation
+stops early in `evaluation.test_stream`.
+"""
 
 
 def marked(name: str) -> Any:
