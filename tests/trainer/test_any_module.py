@@ -70,10 +70,10 @@ def assert_equal(name: str, found: dict[str, Any]) -> None:
 
 WORDS = (WORD, "pipe_interleaved", "pipe_chimera", "pipe_zero_bubble", "pipe_gpipe")
 FAST = {
-    *("Backwards", "Experts", "Flow", "HeadOfTask", "Packed", "Predictor", "Segmentation", "Siamese", "Translation"),
-    *DEPENDENT,
+    *("Backwards", "Flow", "HeadOfTask", "Packed", "Segmentation", "Siamese", "Translation"),
+    *("Scaled", "NormalisedBehind", "HighestInside"),
 }
-"""Each finds its layers, or what crosses between them, in a way of its own."""
+"""Each finds its layers, or what crosses between them, in a way of its own; samples meet before, behind, in a layer."""
 OF_FOUR = ("Backwards", "Fusion", "LanguageModel", "Segmentation", "Translation", "Variational", *DEPENDENT)
 """Those that have layers enough for four ranks."""
 TWO_PASSES = [("Siamese", word) for word in ("pipe_chimera", "pipe_zero_bubble")]
