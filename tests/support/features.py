@@ -340,7 +340,6 @@ CASES: dict[str, Callable[[Runner], Any]] = {
     "check_val_every_n_epoch": flags(check_val_every_n_epoch=2, max_epochs=3),
     "deterministic": backends(deterministic=True, benchmark=True),
     "barebones": flags(barebones=True, log_every_n_steps=0),
-    "autolog": own_logger(enable_autolog_hparams=False),
     "limits": limited_evaluations,
     "default_root_dir": root_folder,
     "save_weights_only": weights_alone,
@@ -362,6 +361,6 @@ CASES: dict[str, Callable[[Runner], Any]] = {
     "PyTorchProfiler": profiled(profilers.PyTorchProfiler),
     "PassThroughProfiler": profiled(profilers.PassThroughProfiler),
     "CSVLogger": csv_file,
-    "Logger": own_logger(log_every_n_steps=2),
+    "Logger": own_logger(log_every_n_steps=2, enable_autolog_hparams=False),
 }
 """By the name of the feature."""

@@ -193,7 +193,9 @@ CASES: dict[str, Case] = {
     "overfit_batches": Case(trainer={"overfit_batches": 2}),
     "limits": Case(
         trainer={
-            **{"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1},
+            "limit_train_batches": 2,
+            "limit_val_batches": 1,
+            "num_sanity_val_steps": 1,
             "reload_dataloaders_every_n_epochs": 1,
         }
     ),

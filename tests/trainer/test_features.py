@@ -28,17 +28,17 @@ from tests.trainer.test_service_loggers import SERVICES
 
 ZERO_ALONE = {
     "save_weights_only",
-    *("ThroughputMonitor", "CSVLogger", "Logger", "autolog"),
+    *("ThroughputMonitor", "CSVLogger", "Logger"),
     *("default_root_dir", "ModelSummary", "RichModelSummary"),
 }
 """What other processes than 0 do not see, as with every strategy."""
 
 SLOW = {
-    *("min_epochs", "deterministic", "barebones", "LambdaCallback", "Timer", "BackboneFinetuning"),
+    *("max_time", "min_epochs", "deterministic", "barebones", "LambdaCallback", "Timer", "BackboneFinetuning"),
     *("LearningRateFinder", "RichModelSummary", "RichProgressBar"),
     *("AdvancedProfiler", "PassThroughProfiler", "PyTorchProfiler"),
 }
-"""Further cases of a kind of which one is fast."""
+"""Further cases of a kind of which one is fast; "min_steps" ends by the time too."""
 
 FLAG, CALLBACK, PROFILER, LOGGER = "Trainer arguments", "Callbacks", "Profilers", "Loggers"
 MARKS: dict[str, list[tuple[str, ...]]] = {
@@ -49,7 +49,6 @@ MARKS: dict[str, list[tuple[str, ...]]] = {
     "check_val_every_n_epoch": [(FLAG, "check_val_every_n_epoch", "works")],
     "deterministic": [(FLAG, name, "works") for name in ("deterministic", "benchmark")],
     "barebones": [(FLAG, "barebones", "works")],
-    "autolog": [(FLAG, "enable_autolog_hparams", "works")],
     "limits": [
         (FLAG, "limit_test_batches", "works"),
         (FLAG, "limit_predict_batches", "works"),
@@ -71,6 +70,7 @@ MARKS: dict[str, list[tuple[str, ...]]] = {
     "SimpleProfiler": [(PROFILER, "SimpleProfiler", "works"), (PROFILER, "Profiler", "works")],
     "Logger": [
         (LOGGER, "Logger", "works"),
+        (FLAG, "enable_autolog_hparams", "works"),
         (FLAG, "logger", "works"),
         (FLAG, "log_every_n_steps", "works"),
     ],
