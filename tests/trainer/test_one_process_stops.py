@@ -71,9 +71,12 @@ def alone(process: int, case: tuple[str, int, int]) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        [("on_train_batch_end", 1, 1), ("on_train_epoch_end", 1, 1), ("on_train_start", 0, 1)],
+        [("on_train_batch_end", 1, 1), ("on_train_start", 0, 1)],
         pytest.param(
-            [("on_train_batch_end", 0, 1), ("on_train_batch_start", 1, 1), ("on_validation_end", 0, 1)],
+            [
+                *(("on_train_batch_end", 0, 1), ("on_train_batch_start", 1, 1)),
+                *(("on_train_epoch_end", 1, 1), ("on_validation_end", 0, 1)),
+            ],
             marks=pytest.mark.slow,
         ),
         pytest.param([("on_train_batch_end", 3, 2)], marks=pytest.mark.slow),
