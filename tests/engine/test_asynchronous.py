@@ -52,15 +52,9 @@ pytestmark = pytest.mark.usefixtures("float64")
 # ------------------------------------------------------------------ the papers
 
 
-def with_drains(ranks: int, optimizer: Any, drains: tuple[int, ...]) -> Any:
-    """Three ranks with the most drains, and the other optimizer on four."""
-    fast = (ranks, optimizer, drains) in ((3, sgd, DRAINS[2]), (4, adam, DRAINS[0]))
-    return pytest.param(ranks, optimizer, drains, marks=() if fast else pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("ranks", "optimizer", "drains"),
-    [with_drains(*three) for three in product([1, 2, 3, 4], [sgd, adam], DRAINS)],
+    slow_but(product([1, 2, 3, 4], [sgd, adam], DRAINS), (3, sgd, DRAINS[2])),  # the other optimizer: test_processes
 )
 def test_pipedream(ranks: int, optimizer: Any, drains: tuple[int, ...]) -> None:
     model = Net()
@@ -76,15 +70,9 @@ def test_vertical_sync(ranks: int, drains: tuple[int, ...]) -> None:
     assert_same(found, closed_form(model, batches(), ranks, vertical(ranks), drains=drains))
 
 
-WITH_2BW = [(2, 6, ()), (4, 4, (7,))]
-
-
 @pytest.mark.parametrize(
     ("ranks", "size", "drains"),
-    [
-        pytest.param(*three, marks=() if three in WITH_2BW else pytest.mark.slow)
-        for three in product([1, 2, 4], [4, 6, 8], DRAINS[:2])
-    ],
+    slow_but(product([1, 2, 4], [4, 6, 8], DRAINS[:2]), (2, 4, ())),  # with drains: test_recomputation
 )
 def test_2bw(ranks: int, size: int, drains: tuple[int, ...]) -> None:
     model, optimizer = Net(), adam if size == 4 else sgd
@@ -147,7 +135,7 @@ def test_versions_and_activations_held_are_those_of_the_schedule(family: Family,
         held[pipeline.transport.rank] = pipeline.asynchronous.versions.peak_held, pipeline.executor.peak_held
 
     size = 4 if isinstance(family, PipeDream2BW) else 1
-    pipelined(Net(), batches(8), 4, family, micro_batches=size, finish=count)
+    pipelined(Net(), batches(6), 4, family, micro_batches=size, finish=count)
     assert [held[rank][0] for rank in range(4)] == versions
     activations = [2, 2, 2, 1] if family == PipeDream(replicas=(2, 1, 1)) else [4, 3, 2, 1]
     assert [held[rank][1] for rank in range(4)] == activations

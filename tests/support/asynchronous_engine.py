@@ -22,7 +22,7 @@ from tests.support.engine_runs import Batch, split
 from tests.support.threads import run_threads, thread_world
 from tests.support.zoo import base
 
-WIDTH, ROWS, BATCHES = 6, 8, 12
+WIDTH, ROWS, BATCHES = 6, 8, 10
 Values = dict[str, Tensor]
 Version = Callable[[int, int], int]
 
