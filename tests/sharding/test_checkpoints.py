@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
+from tests.support.pairs import slow_but
 from tests.support.processes import run_trainers
 from tests.support.sharded_runs import MODELS, Weights, divide_pair
 from tests.support.trainer_runs import QUIET, quiet
@@ -50,14 +51,14 @@ def fit(strategy: Any, devices: int, epochs: int, ckpt_path: Path | None = None,
     return oracle.state_of(module), tested[0]["test_loss"]
 
 
-def fit_divided(process: int, save: Path, ckpt_path: Path | None = None) -> dict[str, Any]:
+def fit_divided(process: int, save: Path, ckpt_path: Path | None = None, tensor: int = 2) -> dict[str, Any]:
     """Train with Lightning's `ModelParallelStrategy`: an epoch, or on to the second one."""
     quiet()
     entry, weights = MODELS["divides_itself"], Weights()
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=4,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+        devices=2 * tensor,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=tensor),
         max_epochs=1 if ckpt_path is None else 2,
         use_distributed_sampler=False,
         callbacks=[weights],
@@ -70,15 +71,15 @@ def fit_divided(process: int, save: Path, ckpt_path: Path | None = None) -> dict
     return weights.found
 
 
-def fit_and_test_anew(folder: Path) -> tuple[str, float]:
+def fit_and_test_anew(folder: Path, ranks: int) -> tuple[str, float]:
     """A module that divides itself: what a second run says, and what it gives with a new module and a checkpoint."""
     from lightning_pipe import PipeStrategy
 
     entry, path = MODELS["divides_itself"], folder / "divided.ckpt"
     module = entry.build()
-    sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    sizes: dict[str, Any] = {"pipeline_parallel_size": ranks, "tensor_parallel_size": 2}
     strategy = PipeStrategy(micro_batches=2, **sizes, save_distributed_checkpoint=True)
-    options: Any = {"accelerator": "cpu", "devices": 4, "use_distributed_sampler": False, **QUIET}
+    options: Any = {"accelerator": "cpu", "devices": 2 * ranks, "use_distributed_sampler": False, **QUIET}
     trainer = L.Trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **options)
     trainer.fit(module, oracle.loader(entry.batches(2)))
     trainer.save_checkpoint(path)
@@ -90,25 +91,27 @@ def fit_and_test_anew(folder: Path) -> tuple[str, float]:
     return "", 0.0
 
 
-def go_on(process: int, folder: str) -> dict[str, Any]:
+def go_on(process: int, folder: str, ranks: int) -> dict[str, Any]:
     """Train an epoch in each layout and save, then another one in the other layout."""
     from lightning_pipe import PipeStrategy
 
     place, found = Path(folder), {}
     for name, options in LAYOUTS.items():
-        strategy = PipeStrategy(pipeline_parallel_size=2, micro_batches=2, **options)
-        found[f"{name} 1"] = fit(strategy, 4, 1, save=place / f"{name}.ckpt")
+        strategy = PipeStrategy(pipeline_parallel_size=ranks, stages=2, micro_batches=2, **options)
+        found[f"{name} 1"] = fit(strategy, 2 * ranks, 1, save=place / f"{name}.ckpt")
     for name, options in LAYOUTS.items():
-        strategy = PipeStrategy(pipeline_parallel_size=2, micro_batches=2, **options)
-        found[f"{name} 2"] = fit(strategy, 4, 2, ckpt_path=place / f"{OTHER[name]}.ckpt")
-    found["lightning 2"] = fit_divided(process, place / "on.ckpt", ckpt_path=place / "parameters.ckpt"), None
-    found["anew"] = fit_and_test_anew(place)
+        strategy = PipeStrategy(pipeline_parallel_size=ranks, stages=2, micro_batches=2, **options)
+        found[f"{name} 2"] = fit(strategy, 2 * ranks, 2, ckpt_path=place / f"{OTHER[name]}.ckpt")
+    lightning = fit_divided(process, place / "on.ckpt", ckpt_path=place / "parameters.ckpt", tensor=ranks)
+    found["lightning 2"] = lightning, None
+    found["anew"] = fit_and_test_anew(place, ranks)
     return found
 
 
 @pytest.mark.timeout(150)
-def test_checkpoints_are_those_of_one_device(tmp_path: Path) -> None:
-    found = run_trainers(go_on, 4, folder=str(tmp_path), timeout=130)
+@pytest.mark.parametrize("ranks", slow_but([1, 2], 1))
+def test_checkpoints_are_those_of_one_device(ranks: int, tmp_path: Path) -> None:
+    found = run_trainers(go_on, 2 * ranks, folder=str(tmp_path), ranks=ranks, timeout=130)
     expected = {
         epochs: fit("auto", 1, epochs, save=tmp_path / "one.ckpt" if epochs == 1 else None) for epochs in (1, 2)
     }

@@ -160,7 +160,6 @@ FAST = [
     ("weighted", "parameters"),
     ("normalised", "parameters"),
     ("bf16_mixed_tensor", "tensor"),
-    ("bf16_true_built", "parameters"),
     ("scaled", "parameters"),
 ]
 """Each way to use a Trainer once; test_without_memory has models that are read from files."""
