@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -14,26 +12,24 @@ from pathlib import Path
 
 import pytest
 import transformers as hf
+from huggingface_hub import constants
 
-from tests.support.process_groups import process_group
+from lightning_pipe.construction import deferred_init, materialize
+from tests.support.processes import run_trainers
 
 PROCESSES = 2
 REPOSITORY = "somebody/model"
-# The processes are forked from one that has imported the libraries, on which a fresh one spends seconds.
-LOAD = f"""
-import os, sys
-import transformers
-from lightning_pipe.construction import deferred_init, materialize
 
-GPT2 = transformers.GPT2LMHeadModel
-children = [os.fork() for _ in range({PROCESSES - 1})]
-with deferred_init():
-    model = GPT2.from_pretrained("{REPOSITORY}")
-materialize(model)
-# in one piece: others write, too
-sys.stdout.write("%s\\n" % float(model.transformer.wte.weight.detach().sum()))
-sys.exit(any(os.waitpid(child, 0)[1] for child in children if child))
-"""
+
+def load(process: int, address: str, cache: Path) -> float:
+    """The sum of a weight; the hub's variables have been read when the process is forked."""
+    os.environ["NO_PROXY"] = "127.0.0.1"
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = address, False, True
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    with deferred_init():
+        model = hf.GPT2LMHeadModel.from_pretrained(REPOSITORY, cache_dir=cache)
+    materialize(model)
+    return float(model.transformer.wte.weight.detach().sum())
 
 
 @contextmanager
@@ -100,13 +96,8 @@ def test_one_process_of_a_host_downloads(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "files")
     asked: Counter[tuple[str, str]] = Counter()
     with hub(tmp_path / "files", asked) as address:
-        variables = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
-        variables.update(HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0", HF_HUB_DISABLE_TELEMETRY="1")
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with process_group([sys.executable, "-c", LOAD], env=variables, **pipes) as started:
-            output, errors = started.communicate(timeout=100)
-    assert started.returncode == 0, errors
-    assert [float(line) for line in output.split()] == [float(model.transformer.wte.weight.detach().sum())] * PROCESSES
+        found = run_trainers(load, PROCESSES, address=address, cache=tmp_path / "home")
+    assert found == [float(model.transformer.wte.weight.detach().sum())] * PROCESSES
     assert asked["HEAD", "model.safetensors"] >= PROCESSES
     assert asked["GET", "model.safetensors"] == 1
     assert asked["GET", "config.json"] == 1
