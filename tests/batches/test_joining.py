@@ -132,7 +132,8 @@ def fit(module: Talkative, strategy: Any) -> tuple[oracle.Trace, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "summed"), pairs([{}, {"stages": 1}, {"schedule": "gpipe", "micro_batches": 2}], [False, True])
+    ("options", "summed"),
+    pairs([{}, {"stages": 1}, {"schedule": "gpipe", "micro_batches": 2}], [False, True], lambda one, _: one == 0),
 )
 def test_logs_and_returns_what_one_device_does(options: dict[str, Any], summed: bool) -> None:
     found, plain = Talkative(summed), Talkative(summed)
@@ -180,7 +181,7 @@ class Evaluated(Talkative):
 
 @pytest.mark.parametrize(
     ("returned", "parts"),
-    pairs([None, "text", torch.ones(3)], [1, 2], lambda returned, parts: parts == (returned == 1)),
+    pairs([None, "text", torch.ones(3)], [1, 2], lambda returned, parts: returned < 2 and parts == returned),
 )
 def test_an_evaluation_may_return_no_loss_where_losses_are_sums(returned: Any, parts: int) -> None:
     found, plain = Evaluated(summed=True), Evaluated(summed=True)

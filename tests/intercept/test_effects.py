@@ -250,7 +250,7 @@ EXACT = [AsksForGradients, Compiled, Mapped, Kept, KeptIfThere, KeptInside, Kept
     pairs(
         EXACT,
         POINTS,
-        lambda model, point: EXACT[model] is not Compiled and (model + 2) % len(POINTS) == point,
+        lambda model, point: EXACT[model] is not Compiled and model % 3 == 0 and (model + 2) % len(POINTS) == point,
     ),
 )
 def test_it_is_the_same_on_all_stages(model: type[Regression], point: Point) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_pipe.errors import ConfigurationError
 from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
+from tests.support.pairs import slow_but
 from tests.support.small_net import WIDTH, Carried, Net, ViewsAndChunks, batch, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -139,15 +140,12 @@ def test_nothing_stays_patched() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        Net,
-        Distributions,
-        ReturnsDictionary,
+    slow_but(
+        [Net, Distributions, ReturnsDictionary, ViewsAndChunks, KeepsState, CastByAutocast, CopiesAndSearches],
         ViewsAndChunks,
         KeepsState,
         CastByAutocast,
-        CopiesAndSearches,
-    ],
+    ),
     ids=lambda model: model.__name__,
 )
 def test_equals_one_device(model: type[Net], run: dict[str, Any]) -> None:

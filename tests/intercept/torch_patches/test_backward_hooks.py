@@ -154,7 +154,7 @@ def check(net: type[Net], run: dict[str, Any]) -> None:
     assert_same(model, data, 3, layers="layers", **run)
 
 
-@pytest.mark.parametrize(("net", "run"), pairs(EXACT, RUNS, lambda net, run: net % 4 == run))
+@pytest.mark.parametrize(("net", "run"), pairs(EXACT, RUNS, lambda net, run: net % 2 == 0 and net % 4 == run))
 def test_backward_hooks_act_as_on_one_device(net: type[Net], run: dict[str, Any]) -> None:
     check(net, run)
 

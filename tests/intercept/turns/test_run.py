@@ -257,7 +257,9 @@ def assert_equal(found: Any, expected: Any) -> None:
 MODELS = [Twice, Loops, InARow, BackAndForth, Remembers, Reorders, ReordersTwice, ReadsLength, ReadsOften, Stashes]
 
 
-@pytest.mark.parametrize(("model", "run"), pairs(MODELS, RUNS, lambda model, run: model % len(RUNS) == run))
+@pytest.mark.parametrize(
+    ("model", "run"), pairs(MODELS, RUNS, lambda model, run: model % 2 == 0 and model % len(RUNS) == run)
+)
 def test_several_passes_give_what_one_device_gives(model: type[Twice], run: dict[str, Any]) -> None:
     net, data = model(), batch(5)
     for found in evaluated(net, data, **run):
