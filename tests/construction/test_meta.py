@@ -67,7 +67,7 @@ def initialised(module: nn.Module, seed: int = 3) -> nn.Module:
     [
         Model,
         pytest.param(lambda: hf.LlamaForCausalLM(LLAMA), marks=pytest.mark.slow),
-        lambda: hf.GPT2LMHeadModel(GPT2),
+        pytest.param(lambda: hf.GPT2LMHeadModel(GPT2), marks=pytest.mark.slow),
     ],
 )
 def test_values_depend_on_seed_and_name_alone(make: Callable[[], nn.Module]) -> None:

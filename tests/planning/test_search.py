@@ -252,7 +252,7 @@ def random_profile(rng: Random) -> CostProfile:
 
 
 # with 61, 75 and 77 a bound that has updates on top of all waits is above a time, or passes over the fastest run
-@pytest.mark.parametrize("seed", slow_but(range(60, 84), 61, 63, 75, 77))
+@pytest.mark.parametrize("seed", slow_but(range(60, 84), 61, 77))
 def test_bounds_hold_and_leave_the_table_as_it_is_without_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(seed)
     costs, ranks, batch = random_profile(rng), rng.choice((2, 3, 4)), rng.choice((4, 6, 8))

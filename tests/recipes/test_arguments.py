@@ -95,10 +95,14 @@ def test_what_the_recipe_gives_itself_is_no_key(composed: Compose, override: str
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["experiment=amoebanet_imagenet", "model.network=e"], r"model\.network=e is unknown.*There are b, d"),
-        (["pipe.recompute=alway"], r"pipe\.recompute=alway is unknown.*Did you mean always\?"),
         (["pipe=chimera", "pipe.schedule.scaling=none"], r"pipe\.schedule\.scaling=none is unknown"),
         (["++model._target_=recipes.modules.gpt3.GPT3"], r"model\._target_: .*gpt3"),
+        *slow_but(
+            [
+                (["experiment=amoebanet_imagenet", "model.network=e"], r"model\.network=e is unknown.*There are b, d"),
+                (["pipe.recompute=alway"], r"pipe\.recompute=alway is unknown.*Did you mean always\?"),
+            ]
+        ),
     ],
 )
 def test_a_word_that_an_argument_does_not_have_is_refused(composed: Compose, overrides: list[str], words: str) -> None:

@@ -24,7 +24,7 @@ def _quiet() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")
 @pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*")
-@pytest.mark.parametrize("recipe", slow_but(RECIPES, "nmt_multilingual", "resnet101_imagenet"))
+@pytest.mark.parametrize("recipe", slow_but(RECIPES, "resnet101_imagenet"))
 def test_every_experiment_runs_and_can_be_evaluated(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -12,6 +12,7 @@ from lightning_pipe.errors import CommunicationError
 from lightning_pipe.transport.base import Channel, Lane, Transport
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
+from tests.support.pairs import slow_but
 from tests.support.transports import EVERY, Run
 
 FORWARD, BACKWARD = Lane("forward"), Lane("backward")
@@ -137,7 +138,7 @@ def in_vain(transport: Transport) -> str:
     return result
 
 
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("local", slow_but([False, True], True))
 def test_waiting_in_vain_ends_at_the_timeout(local: bool) -> None:
     ended = processes.pipeline_outcomes(in_vain, Topology(3), group_timeout=1.0, local=local)
     texts = [outcome.value for outcome in ended if outcome.error is None]

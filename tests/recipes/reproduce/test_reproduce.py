@@ -35,6 +35,7 @@ SLOW = {
     *("chimera_figure19", "chimera_table2", "chimera_table3", "gpipe_table1", "gpipe_table2_amoebanet"),
     *("gpipe_table3_amoebanet", "search_on_their_machine", "torchgpipe_amoebanet_memory", "torchgpipe_resnet_speed"),
     *("chimera_table4", "torchgpipe_amoebanet_speed", "torchgpipe_unet_speed"),
+    *("later_formulas", "torchgpipe_unet_memory", "gpipe_amoebanet_b", "chimera_figure6", "chimera_figure12"),
 }
 """Simulations of many set-ups or ranks, and large models: seconds each."""
 
