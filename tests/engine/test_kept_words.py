@@ -186,7 +186,7 @@ def other_once(net: Net, x: Tensor, batch: int, micro_batch: int) -> Tensor:
     return inside(net, x, lambda h: h * 2 if (batch, micro_batch) == (LATE, 2) else h)
 
 
-@pytest.mark.parametrize("step", [gone_once, other_once])
+@pytest.mark.parametrize("step", slow_but([gone_once, other_once], other_once))
 def test_a_micro_batch_that_differs_in_a_quiet_batch_raises_and_with_all_words_said_trains(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:

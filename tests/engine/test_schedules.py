@@ -113,7 +113,7 @@ def test_equals_one_device(family: Family, ranks: int, micro_batches: int) -> No
     ("family", "recompute"),
     [
         pytest.param(
-            family, mode, id=f"{label(family)}-{mode}", marks=() if (number + other) % 8 == 1 else pytest.mark.slow
+            family, mode, id=f"{label(family)}-{mode}", marks=() if (number + other) % 16 == 1 else pytest.mark.slow
         )
         for number, family in enumerate(families())
         for other, mode in enumerate(["except_last", "always"])
@@ -155,7 +155,7 @@ class TiedAtBothEnds(Regression):
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"), pairs(list(families()), [2, 4, 8], lambda family, ranks: ranks == 0 and family % 10 == 5)
+    ("family", "ranks"), pairs(list(families()), [2, 4, 8], lambda family, ranks: ranks == 0 and family == 5)
 )
 def test_replicas_accumulation_clipping_and_evaluation_at_once(family: Family, ranks: int) -> None:
     """Tied weights, uneven batches, of which every third has fewer samples; two replicas, two batches in a step."""
@@ -216,7 +216,6 @@ def test_halves_of_backward_passes_of_shared_and_checkpointed_layers(
             DualPipe(),
         ],
         Chimera(4, sync="lazy"),
-        DualPipe(),
     ),
     ids=label,
 )
