@@ -88,7 +88,9 @@ class FilledPartByPart(Net):
 
 
 @pytest.mark.parametrize(
-    "kind", [ParameterOfAModule, ParameterOfLayers, FilledPartByPart], ids=lambda kind: kind.__name__
+    "kind",
+    slow_but([ParameterOfAModule, ParameterOfLayers, FilledPartByPart], ParameterOfAModule, FilledPartByPart),
+    ids=lambda kind: kind.__name__,
 )
 def test_what_surrounds_layers(kind: type[Net], run: dict[str, Any]) -> None:
     torch.manual_seed(1)
@@ -269,7 +271,7 @@ class Encodes(Net):
         return self.encoder(h, src_key_padding_mask=padding).mean(1)
 
 
-@pytest.mark.parametrize("options", [{}, {"left": True}, {"norm": True}], ids=str)
+@pytest.mark.parametrize("options", slow_but([{}, {"left": True}, {"norm": True}], {"left": True}), ids=str)
 def test_encoders_treat_padding_as_on_one_device(options: dict[str, bool], run: dict[str, Any]) -> None:
     torch.manual_seed(1)
     net, data = Encodes(**options), batches(1)

@@ -394,7 +394,7 @@ def test_a_layer_that_computes_something_else_the_second_time_raises(own: str, s
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", slow_but(["never", "always"], "always"))
 def test_encoders_and_decoders_of_bart(recompute: Recompute) -> None:
     """Caches are on by default, as in the zoo of models; the step makes a new one each time it runs."""
     sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}

@@ -88,7 +88,7 @@ def test_without_a_flush_the_bubble_is_the_steady_one(name: str, capsys: pytest.
     assert capsys.readouterr().out.splitlines()[0].endswith(expected)
 
 
-@pytest.mark.parametrize(("name", "unit"), [("interleaved", ""), ("gpipe", "s")])
+@pytest.mark.parametrize(("name", "unit"), slow_but([("interleaved", ""), ("gpipe", "s")], ("gpipe", "s")))
 def test_pictures(name: str, unit: str, tmp_path: Path) -> None:
     timeline = simulate(schedules.get(name).build(2, 4), Costs(0.01, 0.02, reduce=0.01))
     Timeline.of(timeline.events, unit=unit).plot(tmp_path / "x.png")
@@ -116,7 +116,7 @@ class Drawn:
         self.legend = {handle.get_label(): to_hex(handle.get_facecolor()) for handle in handles}
 
 
-@pytest.mark.parametrize("name", slow_but(schedules.names(), "1f1b", "chimera", "interleaved_zero_bubble"))
+@pytest.mark.parametrize("name", slow_but(schedules.names(), "interleaved_zero_bubble"))
 def test_the_legend_has_every_colour_that_is_drawn_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +138,9 @@ def test_chimeras_second_pipe_is_light_in_every_row(tmp_path: Path, monkeypatch:
     assert "lighter: pipe 1" in drawn.legend
 
 
-@pytest.mark.parametrize(("name", "ranks", "micro_batches"), [("gems", 4, 8), ("interleaved", 4, 12)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "micro_batches"), slow_but([("gems", 4, 8), ("interleaved", 4, 12)], ("gems", 4, 8))
+)
 def test_every_box_of_a_picture_has_its_number(
     name: str, ranks: int, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
