@@ -21,6 +21,7 @@ from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.schedules import Chimera
 from lightning_pipe.tensor_spec import TensorSpec
 from tests.support.engine_runs import Outcome, assert_same, pipelined
+from tests.support.pairs import slow_but
 from tests.support.small_net import WIDTH, Block, Net, batch
 from tests.support.threads import Draws
 
@@ -102,7 +103,7 @@ class Placed(Net):
         return h + places
 
 
-@pytest.mark.parametrize("net", [Residual, Placed])
+@pytest.mark.parametrize("net", slow_but([Residual, Placed], Placed))
 def test_what_crosses_is_taken_apart(net: type[Net]) -> None:
     found = assert_same(net(), [batch(8) for _ in range(4)], 4, schedule=DOUBLING, layers="layers")
     assert passes(found) == [2, 2]
@@ -143,9 +144,13 @@ class Norm(nn.BatchNorm1d):
         super().__init__(WIDTH, track_running_stats=False)
 
 
+def normed() -> Net:
+    return with_layers(Norm())
+
+
 @pytest.mark.parametrize(
     "net",
-    [lambda: with_layers(Norm()), Flattened, Penalised, TimeFirst],
+    slow_but([normed, Flattened, Penalised, TimeFirst], normed, Penalised),
     ids=["batch norm", "number of samples", "penalty", "time first"],
 )
 def test_what_may_depend_on_the_other_samples_runs_apart(net: Any) -> None:
