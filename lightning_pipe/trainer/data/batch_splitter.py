@@ -61,9 +61,8 @@ class BatchSplitter:
         options, number = self.options, self.number
         if self._uncut:
             return self._whole(batch, self._uncut)
-        full = self._batch_size or self._largest
-        # a number that leaves one sample each in a full batch is the user's choice
-        enough = BATCH_NORM_SAMPLES if number == "auto" else 2 if full >= 2 * number else 1
+        # a number that leaves one sample each in the largest batch is the user's choice
+        enough = BATCH_NORM_SAMPLES if number == "auto" else 2 if self._largest >= 2 * number else 1
         least = enough if any(map(is_normalising, self._norms)) else 1
         try:
             split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
@@ -125,14 +124,7 @@ class BatchSplitter:
 
     def weights(self, micro_batches: MicroBatches) -> list[float]:
         """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these."""
-        return micro_batches.weights(self._world.transport.sum_over_replicas(sum(micro_batches.amounts)))
-
-    @property
-    def _batch_size(self) -> int | None:
-        """Samples of a full batch; ``None`` if the training loader does not know them."""
-        loader: Any = self._module.trainer.train_dataloader
-        size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", 0)
-        return size if isinstance(size, int) and size else None
+        return micro_batches.weights(self._transport.sum_over_replicas(sum(micro_batches.amounts)))
 
 
 @contextmanager
