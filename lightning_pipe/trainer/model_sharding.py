@@ -11,14 +11,12 @@ from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_pipe.config import Sharding
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import DATA, TENSOR, is_divided
@@ -29,9 +27,9 @@ from lightning_pipe.sharding.fully_sharded import FullySharded, shard
 from lightning_pipe.sharding.mesh import device_mesh
 from lightning_pipe.sharding.refusals import WHAT, check_family, in_parts
 from lightning_pipe.sharding.roots import Root, left_whole, stages_of_parts, tied
-from lightning_pipe.sharding.tensor_parallel import Parallelize
 from lightning_pipe.sharding.undone import refer_to_module, undoable
 from lightning_pipe.torch_internals import is_compiled
+from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.run import PipelineRun
 from lightning_pipe.trainer.world import World
 
@@ -41,20 +39,12 @@ class ModelSharding:
     """What the user asks for, and what it has made of the module of a run.
 
     Args:
-        option: the strategy's ``shard_optimizer``.
-        tensor_parallel_size: processes that compute a layer together.
-        parallelize: divides a layer over these.
-        reduce_dtype: in which gradients are summed.
-        reshard: whether a stage has whole parameters while it computes alone.
+        options: the strategy's options.
         mesh: of the processes, once they are connected.
         parameters: of the module of a run, which has been divided.
     """
 
-    option: Sharding
-    tensor_parallel_size: int
-    parallelize: Parallelize | None
-    reduce_dtype: torch.dtype | None
-    reshard: bool
+    options: Options
     mesh: Any = None
     parameters: FullySharded | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list)
@@ -62,7 +52,7 @@ class ModelSharding:
     @property
     def wanted(self) -> bool:
         """Whether an option asks for it."""
-        return in_parts(self.option, self.tensor_parallel_size)
+        return in_parts(self.options.shard_optimizer, self.options.tensor_parallel_size)
 
     def by_module(self, module: pl.LightningModule) -> bool:
         """Whether the module may divide itself: it has a ``configure_model``, and some method asks for the mesh."""
@@ -87,19 +77,19 @@ class ModelSharding:
         Raises:
             ConfigurationError: something in the run does not go with it.
         """
-        self.parameters, pipeline = None, run.pipeline
+        self.parameters, pipeline, options = None, run.pipeline, self.options
         transport, own = pipeline.transport, any(map(is_divided, module.parameters()))
         if self.mesh is not None and self.by_module(module):
             # a stage may have nothing of what the module has divided
             own = any(transport.all_gather_object(own, transport.topology.same_tensor_rank))
-        asked = self.option == "parameters" and self.mesh is not None and self.mesh[DATA].size() > 1
+        asked = options.shard_optimizer == "parameters" and self.mesh is not None and self.mesh[DATA].size() > 1
         if own and asked and not any(isinstance(part, FSDPModule) for part in module.modules()):
             raise ConfigurationError(
                 'shard_optimizer="parameters" does not divide what configure_model has divided over tensor ranks.',
                 hint='Call fully_shard(layer, mesh=self.device_mesh["data_parallel"]) there as well, or leave '
                 "shard_optimizer out.",
             )
-        if self.reshard and not (own or self.option == "parameters"):
+        if options.reshard_after_forward and not (own or options.shard_optimizer == "parameters"):
             raise ConfigurationError(
                 "reshard_after_forward=True frees whole parameters, and no replicas divide any.",
                 hint='Use shard_optimizer="parameters", or leave reshard_after_forward out.',
@@ -111,22 +101,23 @@ class ModelSharding:
         check_memory(module)
         names = dict(module.named_parameters(remove_duplicate=False))
         self._undo = pipeline.synchronize(None if own else self._division(module, pipeline.layers))
-        if own and self.tensor_parallel_size > 1:
+        if own and options.tensor_parallel_size > 1:
             # layers of other ranks have hooks as well: configure_model has divided them
             for name, part in {**dict(pipeline.layers), **{root.name: root.module for root in pipeline.roots}}.items():
                 tensor_parallel.hooks_inside(name, part)
         tensor_parallel.check_tied(names, module)
         stages = stages_of_parts(module, pipeline.roots, pipeline.layers)
-        self.parameters = FullySharded(module, stages, transport, pipeline.ownership, reshard=self.reshard)
+        reshard = options.reshard_after_forward
+        self.parameters = FullySharded(module, stages, transport, pipeline.ownership, reshard=reshard)
         pipeline.reductions.sharded = self.parameters
 
     def _division(self, module: nn.Module, layers: list[tuple[str, nn.Module]]) -> Callable[[Root], Callable[[], None]]:
         """What divides a layer or outside module, which has its values, and returns what puts it back."""
-        shared = tied(module, layers)
+        options, shared = self.options, tied(module, layers)
         weights = {name: each for name, each in module.named_parameters(remove_duplicate=False) if each in shared}
-        over_tensor_ranks = tensor_parallel.divider(module, self.mesh[TENSOR], self.parallelize, shared)
+        over_tensor_ranks = tensor_parallel.divider(module, self.mesh[TENSOR], options.parallelize, shared)
         replicas, stay = self.mesh[DATA], left_whole(module, layers)
-        count = replicas.size() if self.option == "parameters" else 1
+        count = replicas.size() if options.shard_optimizer == "parameters" else 1
 
         def divide(root: Root) -> None:
             over_tensor_ranks(root)
@@ -134,7 +125,7 @@ class ModelSharding:
             tensor_parallel.check_tied(weights, module)
             tensor_parallel.check_even(root, count)
             if count > 1:
-                shard(root, replicas, self.reduce_dtype, stay)
+                shard(root, replicas, options.reduce_dtype, stay)
 
         return lambda root: undoable(root.module, partial(divide, root))
 

@@ -14,6 +14,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import Balance
 from lightning_pipe.schedules import Family
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
+from lightning_pipe.sharding.tensor_parallel import Parallelize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ class Options:
     evaluation_micro_batches: int
     shard_optimizer: Sharding
     reduce_dtype: torch.dtype | None
+    tensor_parallel_size: int
+    parallelize: Parallelize | None
+    reshard_after_forward: bool
     chosen_by: str = ""
     at_once: bool = False
 

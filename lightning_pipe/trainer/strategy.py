@@ -170,8 +170,6 @@ class PipeStrategy(ParallelStrategy):
         self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
         self._asked = pipeline_parallel_size, data_parallel_size, stages, tensor_parallel_size
         self._layout: RunLayout | None = None
-        dtype = None if reduce_dtype is None else torch.bfloat16
-        self.sharding = ModelSharding(shard_optimizer, tensor_parallel_size, parallelize, dtype, reshard_after_forward)
         self._options = Options(
             family=self.family,
             micro_batches=micro_batches,
@@ -185,8 +183,12 @@ class PipeStrategy(ParallelStrategy):
             stream_evaluation=stream_evaluation and tensor_parallel_size == 1,
             evaluation_micro_batches=evaluation_micro_batches,
             shard_optimizer=shard_optimizer,
-            reduce_dtype=dtype,
+            reduce_dtype=None if reduce_dtype is None else torch.bfloat16,
+            tensor_parallel_size=tensor_parallel_size,
+            parallelize=parallelize,
+            reshard_after_forward=reshard_after_forward,
         )
+        self.sharding = ModelSharding(self._options)
         self._divided: DividedModule | None = None
         self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
         self._backend, self._timeout, self._rank_order = process_group_backend, timeout, rank_order
