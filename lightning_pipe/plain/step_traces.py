@@ -7,7 +7,7 @@ another rank, begin with what was there before. What complete runs have changed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_pipe.intercept.kept_state import in_several_pipes
 from lightning_pipe.intercept.module_state import apply, name_of, portable
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
-from lightning_pipe.patches import replaced
+from lightning_pipe.patches import all_replaced
 from lightning_pipe.plain.own_sources import untouched
 
 _KINDS = (
@@ -121,14 +121,9 @@ class StepHooks:
         self._computing = computing
         self._noted: list[Registered] | None = None
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Around runs of steps: see what is registered on modules."""
-        with ExitStack() as changed:
-            for kind in _KINDS:
-                method = self._noting(getattr(nn.Module, kind))
-                changed.enter_context(replaced(nn.Module, kind, method, gated=False))
-            yield
+        return all_replaced([(nn.Module, kind, self._noting(getattr(nn.Module, kind))) for kind in _KINDS])
 
     def _noting(self, register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -30,11 +29,6 @@ def peak_memory() -> tuple[int, int]:
     except (OSError, StopIteration):  # no Linux
         host = 0
     return host, device
-
-
-def _bubble(pipeline: Pipeline, costs: Costs | None, micro_batches: int) -> float:
-    # of a training batch, with the stages of all passes
-    return predicted_bubble(pipeline.schedule, micro_batches, costs)
 
 
 @dataclass
@@ -75,8 +69,8 @@ class Report:
             equation = BatchEquation(
                 sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
             )
-            ranks, bubble = self.layout.pipeline_parallel_size, partial(_bubble, self.pipeline, self.costs)
-            of_norms = norms_note(self.module, micro_batches.sizes, ranks, bubble, chosen)
+            ranks = self.layout.pipeline_parallel_size
+            of_norms = norms_note(self.module, micro_batches.sizes, ranks, self._bubble, chosen)
             for line in of_norms if chosen else ():
                 rank_zero_warn(line)
             uncut = (micro_batches.uncut,) if micro_batches.uncut else ()
@@ -92,6 +86,10 @@ class Report:
         # in the first batch the ranks also agree on what they send: its time is no measure
         self._batches += 1
         self._samples += sum(micro_batches.sizes)
+
+    def _bubble(self, micro_batches: int) -> float:
+        # of a training batch, with the stages of all passes
+        return predicted_bubble(self.pipeline.schedule, micro_batches, self.costs)
 
     def _announce(self, batch: BatchEquation, notes: tuple[str, ...]) -> Plan:
         """Print the plan, with the schedule of the first batch. Collective over the pipeline."""
@@ -112,8 +110,7 @@ class Report:
             on_device=pipeline.transport.device.type != "cpu",
             built=self.built,
         )
-        bubble = _bubble(pipeline, self.costs, batch.micro_batches)
-        plan = replace(made, bubble=bubble, notes=(*self.notes, *notes, *made.notes))
+        plan = replace(made, bubble=self._bubble(batch.micro_batches), notes=(*self.notes, *notes, *made.notes))
         self.module.print(plan_text(plan))
         return plan
 

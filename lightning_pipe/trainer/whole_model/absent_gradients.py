@@ -10,6 +10,7 @@ Optimizers do not see these gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -63,7 +64,7 @@ class AbsentGradients:
 
     def remove(self) -> None:
         """End."""
-        self._hide()
+        self._set(shown=False)
         for hook in self._hooks:
             hook.remove()
 
@@ -102,15 +103,10 @@ class AbsentGradients:
             return None
         return Origin((name,), _SummedElsewhere(self._pipeline, reductions.shards.owner(parameter)))
 
-    def _set(self) -> None:
+    def _set(self, *, shown: bool = True) -> None:
         with DisableTorchFunctionSubclass():  # twice as fast, for every parameter in every batch
             for parameter, gradient in self._gradients:
-                parameter.grad = gradient
-
-    def _hide(self) -> None:
-        with DisableTorchFunctionSubclass():
-            for parameter, _ in self._gradients:
-                parameter.grad = None
+                parameter.grad = gradient if shown else None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        return after_closure(args, kwargs, self._hide)
+        return after_closure(args, kwargs, partial(self._set, shown=False))
