@@ -167,7 +167,7 @@ class DividedModule:
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         report.notes += (f"schedule chosen: {options.chosen_by}",) if options.chosen_by else ()
         late = partial(self._by_first_batch, pipeline) if chosen is None else None
-        self.run = PipelineRun(module, world, options, report, self._seed, late)
+        self.run = PipelineRun(world, options, report, self._seed, late)
         self._known = names_of(module, options.layers)
 
     def forget_calls(self, error: BaseException) -> None:

@@ -43,17 +43,17 @@ class Gradients:
     """Sums gradients when their batch is complete, shows them to hooks, and sorts out who updates what.
 
     Args:
-        module: the LightningModule.
-        pipeline: the module over the ranks.
+        pipeline: the LightningModule over the ranks.
         divides: whether holders divide the update and the optimizer state of a parameter, or each updates all it holds.
 
     Attributes:
         blocked: whether Lightning accumulates gradients: the current batch is not the last one before a step.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, *, divides: bool) -> None:
+    def __init__(self, pipeline: Pipeline, *, divides: bool) -> None:
         self.blocked = False
-        self._module, self._pipeline, self._divides = module, pipeline, divides
+        self._pipeline, self._divides = pipeline, divides
+        self._module: Any = pipeline.module
         self._accumulated = False
         self._holders_known = False
         self._seen_old = False  # whether a hook may look at gradients that are about to be zeroed
@@ -63,7 +63,7 @@ class Gradients:
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Show hooks the gradients of all ranks, and refuse optimizers that join those of several parameters."""
         several = len(self._pipeline.pipeline_members) > 1
-        callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: Any = self._module.trainer.callbacks
         self._seen_old = any(is_overridden(hook, self._module) for hook in _ZEROING) or any(
             is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in callbacks
         )
@@ -83,15 +83,6 @@ class Gradients:
         """Leave hooks and optimizers as they were found."""
         self._changed.close()
         self._absent = None
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Around batches of which none is the last one before a step."""
-        self.blocked = True
-        try:
-            yield
-        finally:
-            self.blocked = False
 
     @contextmanager
     def explained(self, optimizer: Optimizer) -> Iterator[None]:

@@ -14,12 +14,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipe.batches.micro_batches import MicroBatches
+from lightning_pipe.batches.outputs import of_batch
 from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.undivided import look
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
@@ -36,7 +36,6 @@ from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
-from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
 from lightning_pipe.trainer.world import World
 
@@ -56,7 +55,6 @@ class PipelineRun:
     """A divided LightningModule at work.
 
     Args:
-        module: the LightningModule.
         world: the processes.
         options: the strategy's options.
         report: tells the user about the training, and has the module over the ranks.
@@ -66,32 +64,34 @@ class PipelineRun:
     Attributes:
         pipeline: the module over the ranks.
         report: as given; another one once the first batch has shown the layers.
+        late: as given; ``None`` once the module is divided.
         gradients: of the training batches.
         loaders: make the loaders that this rank iterates.
         streaming: drives an asynchronous schedule, during ``fit``; ``None`` for all other schedules.
     """
 
+    _step: UserStep  # from `begin` on, as are the evaluations
+    _evaluations: Evaluations
+
     def __init__(
         self,
-        module: pl.LightningModule,
         world: World,
         options: Options,
         report: Report,
         seed: int,
         late: Callable[[str, list[Call]], Report] | None,
     ) -> None:
-        self.report, self._late = report, late
+        self.report, self.late = report, late
         pipeline = self.pipeline = report.pipeline
-        self.gradients = Gradients(module, pipeline, divides=options.shard_optimizer in (True, "gradients"))
-        self.loaders = Loaders(module, pipeline, world)
+        self.gradients = Gradients(pipeline, divides=options.shard_optimizer in (True, "gradients"))
+        self.loaders = Loaders(pipeline, world)
         self.streaming: Streaming | None = None
-        self._module, self._world = module, world
-        self._splitter = BatchSplitter(module, pipeline, world, options)
+        self._module: Any = pipeline.module
+        self._world = world
+        self._splitter = BatchSplitter(pipeline, options)
         self._seed, replica = seed, world.transport.replica
         # one after the other, the same on all ranks of a pipeline
         self._seeds = {use: map(partial(mix, seed, use, replica), count()) for use in (_EVALUATION, _TRANSFER)}
-        self._step: UserStep | None = None
-        self._evaluations: Evaluations | None = None
         self._transforms = False  # whether user code changes batches on the device
         self._changed = ExitStack()
 
@@ -108,24 +108,20 @@ class PipelineRun:
             self._changed.enter_context(self.loaders.order.kept())
             self._changed.callback(self.gradients.end)
             self.gradients.begin(trainer.optimizers)
-        metrics = Metrics(self._module, self.pipeline, self._world)
-        self._changed.enter_context(metrics.installed())
+        self._step = UserStep(self.pipeline, self._world, self.loaders.channel)
+        self._changed.enter_context(self._step.metrics.installed())
         # model summaries and loggers would run the whole module on one rank
         self._changed.enter_context(replaced(self._module, "_example_input_array", None))
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
-        options = self._splitter.options
-        own = self._world, metrics, self.loaders.channel, options.loss_weight
-        self._step = UserStep(self._module, self.pipeline, *own)
         # once for all batches: to put these in place takes as long as a small layer
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
         self._changed.enter_context(self._step.traces.hooks.installed())
-        self._evaluations = Evaluations(self._step, self._world, self._seeds[_EVALUATION], options)
+        self._evaluations = Evaluations(self._step, self._seeds[_EVALUATION], self._splitter.options)
         self._changed.enter_context(self._evaluations.installed())
         if fitting and self.pipeline.asynchronous is not None:
             self.streaming = Streaming(self._step, self.gradients)
-            self.streaming.begin()
             self._changed.callback(self.streaming.end)
         if fitting:  # before what is in flight is drained
             stop = partial(self._stop_together, trainer, trainer.fit_loop.epoch_loop.on_advance_end)
@@ -155,17 +151,9 @@ class PipelineRun:
 
     def end(self) -> None:
         """Leave everything as it was found; the module stays divided."""
-        self._step = None
         self._changed.close()
-        self._evaluations = None
-        self.streaming = None
 
     # ------------------------------------------------------------------ batches
-
-    @property
-    def waits_for_batch(self) -> bool:
-        """Whether the first batch has yet to show the layers."""
-        return self._late is not None
 
     def divide(self, name: str, args: Sequence[Any]) -> None:
         """Before the first batch: divide a module by what its step calls, if need be. Collective over all processes.
@@ -178,7 +166,7 @@ class PipelineRun:
             PartitionError: it calls fewer layers than there are stages.
             Exception: what the step raises.
         """
-        late, self._late = self._late, None
+        late, self.late = self.late, None
         if late is None:
             return
         report = late(name, self._world.broadcast(self._look(name, args), 0))
@@ -189,7 +177,6 @@ class PipelineRun:
 
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:
         """What a step calls, on process 0."""
-        assert self._step is not None
         batch, seed = args[0], mix(self._seed, _TRAINING, 0)
         parts = MicroBatches([batch], [1], [1.0])
         with suppress(ConfigurationError):  # how to cut it is not clear: the batch itself will say so
@@ -214,7 +201,6 @@ class PipelineRun:
             if self.streaming is not None:
                 return self.streaming.train(step, weights)
             self.gradients.free_old(optimizers)
-            assert self._step is not None
             parts, reduce = step.micro_batches, self.gradients.reduced_at_once
             with withheld_gradients(list(self._module.parameters()), scale) as withheld:
                 with self._step.running() as step.before:
@@ -223,11 +209,10 @@ class PipelineRun:
                 # report what the last stage has made of the batch, and apply it on all ranks
                 outputs = step.share()
         self.gradients.after_batch(optimizers)
-        return step.output(outputs, withheld)
+        return of_batch(outputs, parts, withheld, self.pipeline.transport.device)
 
     def _split(self, args: Sequence[Any], scale: float) -> tuple[StepOfBatch, list[float]]:
         """The step of a batch that is cut into micro-batches, and the factors of their losses, scaled."""
-        assert self._step is not None
         trainer: Any = self._module.trainer
         if self.streaming is not None and self.gradients.blocked:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
@@ -239,19 +224,18 @@ class PipelineRun:
 
     def _looked_at(self, parts: MicroBatches, args: Sequence[Any], seed: int) -> MicroBatches:
         """A batch as a look at it tells to cut it. Collective over all processes if it is looked at."""
-        assert self._step is not None
         if self._splitter.number == 1:
             return parts
-        number, is_open = self._step.checks.due(self.pipeline), self._splitter.is_open(parts)
+        number, is_open = self._splitter.checks.due(self.pipeline), self._splitter.is_open(parts)
         if number is None and not is_open:
             return parts
         with self._step.running():
             step = StepOfBatch(self._step, "training_step", args, parts, seed)
-            verdict = self._step.checks.look(self.pipeline, step, parts, seed, number or 0)
+            verdict = self._splitter.checks.look(self.pipeline, step, parts, seed, number or 0)
         verdicts = self._world.transport.all_gather_object(verdict, self._world.everyone)
         decided = self._splitter.decided(parts, verdicts)
         if decided is parts:
-            self._step.checks.tell(verdicts, summed=parts.summed)
+            self._splitter.checks.tell(verdicts, summed=parts.summed)
         return decided
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
@@ -264,7 +248,6 @@ class PipelineRun:
         # a fit is divided by what its training step calls
         if not (self._module.trainer.sanity_checking and self.pipeline.whole):
             self.divide(name, args)
-        assert self._evaluations is not None
         return self._evaluations.step(name, args)
 
     @contextmanager

@@ -400,7 +400,7 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.run.waits_for_batch:
+        if self.run.late is not None:  # the first batch has yet to show the layers
             step: Any = self.run.pipeline.module.training_step
             takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
             self.run.divide("training_step", (batch, batch_idx) if takes_number else (batch,))
@@ -424,8 +424,11 @@ class PipeStrategy(ParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.run.gradients.accumulating():
+        self.run.gradients.blocked = True
+        try:
             yield
+        finally:
+            self.run.gradients.blocked = False
 
     @override
     def optimizer_step(

@@ -7,13 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
-
-from lightning_pipe.batches.loss_checks import LossChecks
-from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches
-from lightning_pipe.batches.outputs import losses_on_host, of_batch
+from lightning_pipe.batches.micro_batches import MicroBatches
+from lightning_pipe.batches.outputs import losses_on_host
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.engine.withheld_gradients import WithheldGradients
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.module_state import name_of
@@ -78,36 +74,23 @@ class UserStep:
     outside the step can see it.
 
     Args:
-        module: the LightningModule.
-        pipeline: runs the steps.
+        pipeline: runs the steps of the LightningModule.
         world: the processes.
-        metrics: the module's torchmetrics.
         channel: sends reports within the pipeline.
-        loss_weight: the strategy's option.
 
     Attributes:
+        metrics: the module's torchmetrics.
         log: records and replays logged values.
-        checks: the loss checks.
         traces: what runs of the step leave behind.
-        summed: whether the losses of micro-batches are added.
-        channel: as given.
+        world, channel: as given.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        pipeline: Pipeline,
-        world: World,
-        metrics: Metrics,
-        channel: NonBlockingBroadcast,
-        loss_weight: LossWeight | None = None,
-    ) -> None:
-        self.module, self.pipeline, self.metrics = module, pipeline, metrics
-        self.log = Log(module, metrics.names)
-        self.checks = LossChecks(weighted=callable(loss_weight))
+    def __init__(self, pipeline: Pipeline, world: World, channel: NonBlockingBroadcast) -> None:
+        self.module: Any = pipeline.module
+        self.pipeline, self.metrics = pipeline, Metrics(pipeline, world)
+        self.log = Log(self.module, self.metrics.names)
         self.traces = StepTraces(pipeline)
-        self.summed = loss_weight == "sum"
-        self._world, self.channel = world, channel
+        self.world, self.channel = world, channel
         self._warn = WarnOnce()
 
     @contextmanager
@@ -122,14 +105,14 @@ class UserStep:
         several = len(self.pipeline.pipeline_members) > 1
         before = self.traces.capture() if completes and several else None
         # most ranks leave the step early: collectives of the user's step must concern the replicas alone
-        self._world.local, self.metrics.alike = True, turns
+        self.world.local, self.metrics.alike = True, turns
         try:
             yield before
         except GivenOtherValuesError as error:
             own = [] if before is None else [f"self.{name_of(change)}" for change in before.changes()]
             raise error.naming([*own, *self.traces.of_layers.changed()]) from None
         finally:
-            self._world.local = False
+            self.world.local = False
 
     def exchange(
         self, report: StepReport | None, ranks: Sequence[int], *, send_outputs: bool = True
@@ -151,7 +134,7 @@ class UserStep:
         trainer: Any = self.module.trainer
         if not training:
             return [trainer.should_stop, False, False]
-        return self._world.any_counterpart([trainer.should_stop, *trainer.strategy.processes.signals.asked])
+        return self.world.any_counterpart([trainer.should_stop, *trainer.strategy.processes.signals.asked])
 
     def take_over(self, reports: Sequence[StepReport], *, training: bool) -> None:
         """Stop the training if a report asks for it; act on signals before the next batch."""
@@ -277,17 +260,6 @@ class StepOfBatch:
         common.take_over(reports, training=self._training)
         return known_outputs(reports)
 
-    def output(self, outputs: dict[int, Any], withheld: WithheldGradients) -> Any:
-        """What ``training_step`` returns to Lightning for the batch, with a loss whose backward pass is its gradients.
-
-        Args:
-            outputs: what the step returned for each micro-batch.
-            withheld: the gradients that are due now.
-        """
-        common = self._user_step
-        device = common.pipeline.transport.device
-        return of_batch(outputs, self.micro_batches, withheld, device)
-
     def report(self, outputs: dict[int, Any], changes: list[Change]) -> StepReport:
         """What this rank, which has the last stage, reports to the others.
 
@@ -298,7 +270,7 @@ class StepOfBatch:
         common, amounts = self._user_step, self.micro_batches.amounts
         common.warn_of_windows(len(amounts))
         outputs = losses_on_host(outputs, common.pipeline) if self._training else outputs
-        losses = losses_of(outputs) if common.summed else {}
+        losses = losses_of(outputs) if self.micro_batches.summed else {}
         # what is logged is weighted as the losses are
         logged = merge(self._logged, amounts, losses)
         return StepReport(outputs, logged, changes, common.asked(self._training), hooks=self._traces.left())
@@ -310,9 +282,9 @@ class StepOfBatch:
             reports: of all these ranks.
             own_batch: whether it is the batch that the Trainer takes the number of samples from.
         """
-        common = self._user_step
+        log, parts = self._user_step.log, self.micro_batches
         self._traces.put_back(max((report.hooks for report in reports), key=len))
         merged = combine(one for report in reports for one in report.logged)
         for one in merged:
-            one.reduction = "sum" if common.summed and one.is_loss else one.reduction
-        common.log.replay(merged, len(self.micro_batches.parts), common.pipeline.transport.device, own_batch=own_batch)
+            one.reduction = "sum" if parts.summed and one.is_loss else one.reduction
+        log.replay(merged, len(parts.parts), self._user_step.pipeline.transport.device, own_batch=own_batch)

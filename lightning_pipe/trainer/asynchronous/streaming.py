@@ -11,7 +11,7 @@ With a pipeline of three ranks a batch finishes two calls after the call that it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
+from lightning_pipe.batches.outputs import of_batch
 from lightning_pipe.engine.asynchronous import CallResult
 from lightning_pipe.engine.withheld_gradients import WithheldGradients, withheld_gradients
 from lightning_pipe.intercept.snapshot import Change, Snapshot
@@ -41,6 +42,8 @@ class Streaming:
     Before Lightning leaves the training loop (for validation, a checkpoint, the end of an epoch, the end) batches in
     flight are drained: further calls without new batches, each with its optimizer step and all of Lightning's hooks.
 
+    From the beginning methods at which Lightning leaves the training loop, and its optimizer step, are replaced.
+
     Args:
         step: begins the steps of batches.
         gradients: learns after each call who holds which parameter.
@@ -58,12 +61,7 @@ class Streaming:
         self._changed = ExitStack()
         self._trainer: Any = self._module.trainer
         self._epoch: Any = self._trainer.fit_loop.epoch_loop
-
-    # ------------------------------------------------------------------ beginning and end
-
-    def begin(self) -> None:
-        """Replace the methods at which Lightning leaves the training loop, and its optimizer step."""
-        channel = self._step.channel
+        channel = step.channel
         self._changed.callback(setattr, channel, "ahead", channel.ahead)
         channel.ahead = 2 * (self._asynchronous.stream.lag + 2)  # a call may report two batches
         trainer, fit_loop, epoch_loop = self._trainer, self._trainer.fit_loop, self._epoch
@@ -75,6 +73,8 @@ class Streaming:
         self._around(trainer._checkpoint_connector, "dump_checkpoint", self._drain_first)
         for callback in (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)):
             self._around(callback, "_monitor_candidates", partial(self._name_file, callback))
+
+    # ------------------------------------------------------------------ where Lightning leaves the training loop
 
     def end(self) -> None:
         """Leave Lightning as it was found. After an error batches may be in flight: they are dropped."""
@@ -116,25 +116,18 @@ class Streaming:
         """
         self._in_flight[self._batches] = step
         self._batches += 1
-        with self._calling() as withheld, self._step.running() as before:
-            self._call = self._asynchronous.advance(step, step.micro_batches.parts, weights, seed=step.seed)
-        return self._share(before, withheld)
+        parts, seed = step.micro_batches.parts, step.seed
+        return self._go_on(lambda: self._asynchronous.advance(step, parts, weights, seed=seed))
 
-    def _train_without_batch(self, calls: Iterator[CallResult]) -> Any:
-        """One call while the pipeline is drained."""
-        with self._calling() as withheld, self._step.running() as before:
-            self._call = next(calls)
-        return self._share(before, withheld)
-
-    @contextmanager
-    def _calling(self) -> Iterator[WithheldGradients]:
-        """Around what the pipeline does in a call."""
+    def _go_on(self, advance: Callable[[], CallResult]) -> Any:
+        """One call, with a batch or while the pipeline is drained; returns what ``training_step`` is to return."""
         stop = self._trainer.should_stop
-        with withheld_gradients(list(self._module.parameters())) as withheld:
-            yield withheld
+        with withheld_gradients(list(self._module.parameters())) as withheld, self._step.running() as before:
+            self._call = advance()
         if not self._pipeline.is_loss_rank:  # an earlier stage is batches ahead of what counts
             self._trainer.should_stop = stop
         self._gradients.after_batch(self._trainer.optimizers)
+        return self._share(before, withheld)
 
     def _share(self, before: Snapshot | None, withheld: WithheldGradients) -> Any:
         """Share the batches that a call has finished; returns what ``training_step`` is to return.
@@ -145,28 +138,25 @@ class Streaming:
         finished = self._call.finished
         reports = self._exchange(self._step.traces.changes(before))
         self._step.traces.adopt([each.changes for each in reports[-1]], before)
-        self._step.take_over([report for of_batch in reports for report in of_batch], training=True)
-        output = None
-        for batch, of_batch in zip(finished, reports, strict=False):
+        self._step.take_over([report for found in reports for report in found], training=True)
+        output, device = None, self._pipeline.transport.device
+        for batch, found in zip(finished, reports, strict=False):
             if batch != finished[0]:
                 # Lightning logs once after a call
                 self._log()
             step = self._in_flight.pop(batch)
-            step.replay(of_batch, own_batch=False)
+            step.replay(found, own_batch=False)
             if batch == finished[-1]:
-                output = step.output(known_outputs(of_batch), withheld)
+                output = of_batch(known_outputs(found), step.micro_batches, withheld, device)
         if output is not None:
             return output
-        return withheld.loss(float("nan"), torch.get_default_dtype(), self._pipeline.transport.device)
+        return withheld.loss(float("nan"), torch.get_default_dtype(), device)
 
     def _exchange(self, changes: list[Change]) -> list[list[StepReport]]:
         """The reports about each batch that the call has finished; about none a call exchanges changes all the same."""
-        own: Mapping[int | None, StepReport] = {}
+        complete, ranks = self._pipeline.is_loss_rank, self._pipeline.loss_ranks
         batches = self._call.finished or (None,)
-        if self._pipeline.is_loss_rank:
-            own = {batch: self._report(batch, changes) for batch in batches}
-        ranks = self._pipeline.loss_ranks
-        return [self._step.exchange(own.get(batch), ranks) for batch in batches]
+        return [self._step.exchange(self._report(batch, changes) if complete else None, ranks) for batch in batches]
 
     def _report(self, batch: int | None, changes: list[Change]) -> StepReport:
         if batch is None:
@@ -210,7 +200,7 @@ class Streaming:
     def drain(self) -> None:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
         trainer, epoch, calls, number = self._trainer, self._epoch, self._asynchronous.drain(), 0
-        without_batch = replaced(trainer.strategy, "training_step", lambda: self._train_without_batch(calls))
+        without_batch = replaced(trainer.strategy, "training_step", lambda: self._go_on(lambda: next(calls)))
         with self._drained(), without_batch:
             progress = epoch.batch_progress.current
             if progress.processed > progress.completed:  # in a hook at the end of a batch, whose values are due

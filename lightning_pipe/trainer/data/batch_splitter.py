@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
-from lightning_pipe.batches.loss_checks import WEIGHTS, Verdict, remedy
+from lightning_pipe.batches.loss_checks import WEIGHTS, LossChecks, Verdict, remedy
 from lightning_pipe.batches.micro_batches import MicroBatches, divide_batch
 from lightning_pipe.batches.suspects import REMEDY, ambiguous
 from lightning_pipe.batches.token_losses import TokenLosses
@@ -19,7 +18,6 @@ from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.trainer.options import Options
-from lightning_pipe.trainer.world import World
 from lightning_pipe.warn_once import WarnOnce
 
 _WHOLE = "whole, with micro_batches=1: one rank computes at a time."
@@ -31,24 +29,28 @@ class BatchSplitter:
     All ranks of a pipeline see the same batches, and so come to the same micro-batches without messages.
 
     Args:
-        module: the LightningModule, with its Trainer.
-        pipeline: the module over the ranks.
-        world: the processes.
+        pipeline: the LightningModule over the ranks.
         options: the strategy's options.
+
+    Attributes:
+        options: as given.
+        number: of micro-batches, as asked for.
+        checks: the looks at losses.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World, options: Options) -> None:
-        self._module, self._world, self.options = module, world, options
+    def __init__(self, pipeline: Pipeline, options: Options) -> None:
+        self._transport, self.options = pipeline.transport, options
         self._ranks = pipeline.transport.topology.ranks
         # an asynchronous schedule is made for one number of micro-batches, since its optimizer steps as often
         self.number = (
             options.micro_batches if pipeline.asynchronous is None else pipeline.asynchronous.stream.micro_batches
         )
-        self._norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
+        self._norms = [part for part in pipeline.module.modules() if isinstance(part, BatchNorm)]
         self._largest, self._uncut = 0, ""
         # the user has said what counts, or batches are in flight, which nobody looks at
         told = options.loss_weight is not None or pipeline.asynchronous is not None
         self._tokens = None if told else TokenLosses()
+        self.checks = LossChecks(weighted=callable(options.loss_weight))
         self._warn = WarnOnce()
 
     def split(self, batch: Any) -> MicroBatches:
@@ -86,7 +88,7 @@ class BatchSplitter:
         """Whether losses are to show, on any replica, what they are a mean over. Collective until that is known."""
         if self._tokens is None or self._tokens.known:
             return False
-        return self._world.transport.sum_over_replicas(len(split.candidates)) > 0
+        return self._transport.sum_over_replicas(len(split.candidates)) > 0
 
     def decided(self, split: MicroBatches, verdicts: Sequence[Verdict]) -> MicroBatches:
         """A batch as it is to run by what looks at it, and at those of other replicas, have shown.

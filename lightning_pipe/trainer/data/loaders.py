@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -21,8 +20,7 @@ class Loaders:
     """Lets one rank of each pipeline load for all its ranks, and all replicas end after as many batches.
 
     Args:
-        module: the LightningModule, with its Trainer.
-        pipeline: the module over the ranks.
+        pipeline: the LightningModule over the ranks.
         world: the processes.
 
     Attributes:
@@ -30,11 +28,11 @@ class Loaders:
         order: of shuffled data.
     """
 
-    def __init__(self, module: pl.LightningModule, pipeline: Pipeline, world: World) -> None:
-        self._trainer: Any = module.trainer
+    def __init__(self, pipeline: Pipeline, world: World) -> None:
+        self._trainer: Any = pipeline.module.trainer
         self._pipeline, self._world = pipeline, world
         self.channel = NonBlockingBroadcast(pipeline.transport)
-        self.order = DataOrder(module.trainer)
+        self.order = DataOrder(self._trainer)
 
     def loader(self, dataloader: Any) -> Any:
         """The loader that this rank iterates in the place of the user's."""

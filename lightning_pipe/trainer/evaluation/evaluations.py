@@ -21,7 +21,6 @@ from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream
 from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
-from lightning_pipe.trainer.world import World
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -34,7 +33,6 @@ class Evaluations:
 
     Args:
         user_step: what the steps of all batches have in common.
-        world: the processes.
         seeds: of the random streams of batches.
         options: the strategy's options.
 
@@ -43,9 +41,9 @@ class Evaluations:
         user_step: as given.
     """
 
-    def __init__(self, user_step: UserStep, world: World, seeds: Iterator[int], options: Options) -> None:
-        self.user_step, self._world, self._seeds, self._options = user_step, world, seeds, options
-        self._module, self.pipeline = user_step.module, user_step.pipeline
+    def __init__(self, user_step: UserStep, seeds: Iterator[int], options: Options) -> None:
+        self.user_step, self._seeds, self._options = user_step, seeds, options
+        self._module, self.pipeline, self._world = user_step.module, user_step.pipeline, user_step.world
         # the methods of which a batch has had to run again: each waits for the batches before it
         self._waiting = set[str]()
         self._in_turns = set[str]()  # those in which the ranks take turns, because they call layers again
@@ -209,8 +207,7 @@ class Evaluations:
         )
         # a callback may exist on some ranks alone
         if may_stream and not self._world.agree(self._must_wait(loop, name), unanimous=False):
-            self._stream = EvaluationStream(self, self._world, loop, name)
-            self._stream.begin()
+            self._stream = EvaluationStream(self, loop, name)
 
     def _must_wait(self, loop: Any, name: str) -> bool:
         """Whether each batch must have passed all ranks before the next one begins."""

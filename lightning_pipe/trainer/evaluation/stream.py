@@ -36,7 +36,6 @@ from lightning_pipe.patches import replaced
 from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.trainer.evaluation.fetched import Fetched, FetchedBatches
 from lightning_pipe.trainer.user_step import StepOfBatch
-from lightning_pipe.trainer.world import World
 
 if TYPE_CHECKING:
     from lightning_pipe.trainer.evaluation.evaluations import Evaluations
@@ -52,14 +51,14 @@ class EvaluationStream:
 
     Args:
         evaluations: runs and shares steps.
-        world: the processes.
         loop: Lightning's loop, about to fetch its first batch.
         name: the method that evaluates a batch.
     """
 
-    def __init__(self, evaluations: Evaluations, world: World, loop: Any, name: str) -> None:
-        self._evaluations, self._world, self._loop, self._name = evaluations, world, loop, name
-        self._module, pipeline = evaluations.user_step.module, evaluations.pipeline
+    def __init__(self, evaluations: Evaluations, loop: Any, name: str) -> None:
+        self._evaluations, self._loop, self._name = evaluations, loop, name
+        step, pipeline = evaluations.user_step, evaluations.pipeline
+        self._module, self._world = step.module, step.world
         self._last = len(pipeline.balance) - 1
         # whether this rank has the last stage, and loads
         self._completes = pipeline.loss_ranks[0] == pipeline.transport.rank
@@ -67,15 +66,11 @@ class EvaluationStream:
         self._batches = FetchedBatches(self._module.trainer, loop, name)
         self._limit, self._waits = 0, False
         self._changed = ExitStack()
+        self._changed.callback(setattr, step.channel, "ahead", step.channel.ahead)
+        step.channel.ahead = self._engine.lag
+        self._changed.enter_context(replaced(loop, "_data_fetcher", self, gated=False))
 
-    # ------------------------------------------------------------------ beginning and end
-
-    def begin(self) -> None:
-        """Take the place of the fetcher."""
-        channel = self._evaluations.user_step.channel
-        self._changed.callback(setattr, channel, "ahead", channel.ahead)
-        channel.ahead = self._engine.lag
-        self._changed.enter_context(replaced(self._loop, "_data_fetcher", self, gated=False))
+    # ------------------------------------------------------------------ the end
 
     def end(self) -> None:
         """End behind the last batch. Collective over all processes."""
@@ -127,7 +122,8 @@ class EvaluationStream:
             self._evaluations.run(step)
         elif self._completes:
             self._run_to(self._engine.end_of(current.number))
-            if self._replicas_wait:
+            # the counterparts in other replicas run the same, and may be waited for
+            if self._world.layout.data_parallel_size > 1 and self._name != "predict_step":
                 [step.repeats] = self._world.any_of([step.repeats], self._world.replica_members)
         leave = None if self._waits else self._leave
         output = self._evaluations.share(step, send_outputs=self._outputs_are_kept, leave=leave)
@@ -153,14 +149,9 @@ class EvaluationStream:
     @property
     def _outputs_are_kept(self) -> bool:
         """Whether anything behind the step looks at what it returned: of the user's hooks none does in a stream."""
-        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = self._module.trainer.callbacks
         writers = any(isinstance(each, pl.callbacks.BasePredictionWriter) for each in callbacks)
         return self._name == "predict_step" and (self._loop.return_predictions or writers)
-
-    @property
-    def _replicas_wait(self) -> bool:
-        """Whether the counterparts in other replicas may be waited for within a step, and so run the same."""
-        return self._world.layout.data_parallel_size > 1 and self._name != "predict_step"
 
     def _run_to(self, slot: int) -> None:
         """Run what the order has for this rank up to a slot, of the batches that have begun."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipe.batches.outputs import to_host
@@ -124,7 +124,7 @@ class Log:
         metrics: dotted name of each metric in it, by ``id``.
     """
 
-    module: pl.LightningModule
+    module: nn.Module
     metrics: Mapping[int, str]
     _current: dict[LogKey, LogEntry] | None = None
 

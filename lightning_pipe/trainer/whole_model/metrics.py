@@ -34,8 +34,7 @@ class Metrics:
     all processes, most of which have seen nothing.)
 
     Args:
-        module: the LightningModule.
-        pipeline: the module over the ranks.
+        pipeline: the LightningModule over the ranks.
         world: the processes.
 
     Attributes:
@@ -46,8 +45,9 @@ class Metrics:
         ConfigurationError: a metric is part of what some ranks alone run.
     """
 
-    def __init__(self, module: nn.Module, pipeline: Pipeline, world: World) -> None:
+    def __init__(self, pipeline: Pipeline, world: World) -> None:
         self._pipeline, self._world, self.alike = pipeline, world, False
+        module = pipeline.module
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         if len(pipeline.pipeline_members) > 1 and not pipeline.whole:

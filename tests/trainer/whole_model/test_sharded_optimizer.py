@@ -353,10 +353,11 @@ def test_hooks_that_some_holders_would_not_hear_are_refused() -> None:
     own: Any = SimpleNamespace(trainer=SimpleNamespace(precision_plugin=SimpleNamespace(_after_closure=None)))
     shards = SimpleNamespace(groups=[HolderGroup((0, 1), (parameter,))], drop_states=lambda optimizers: None)
     pipeline: Any = SimpleNamespace(
+        module=own,
         reductions=SimpleNamespace(scattered=True, shards=shards),
         ownership=SimpleNamespace(name_of=lambda tensor: "weight", users_known=False),
     )
-    gradients = Gradients(own, pipeline, divides=True)
+    gradients = Gradients(pipeline, divides=True)
     gradients._divide([])
     gradients.after_batch([])
     parameter.register_post_accumulate_grad_hook(lambda _: None)
