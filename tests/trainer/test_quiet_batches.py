@@ -20,6 +20,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.engine import kept_words
 from tests.support import processes
 from tests.support.fake_cuda.call import rehearse
+from tests.support.pairs import slow_but
 from tests.support.processes import Outcome
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -111,27 +112,20 @@ def trained(process: int, change: str, devices: int = 2) -> tuple[dict[str, Tens
     return weights, SEEN.unsaid, trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-def in_turn(process: int, changes: list[str]) -> list[tuple[dict[str, Tensor], Counter[int], int]]:
-    return [trained(process, change) for change in changes]
-
-
 def world(change: str) -> list[Outcome]:
     return processes.outcomes(trained, 2, timeout=90, group_timeout=None, change=change)
 
 
-def test_what_changes_for_a_whole_batch_trains_as_on_one_device() -> None:
-    changes = ["paths", "shape", "stop"]
-    for found in rehearse(processes.run_trainers, in_turn, 2, changes=changes):
-        for change, (weights, unsaid, batches) in zip(changes, found, strict=True):
-            expected, _, expected_batches = trained(0, change, devices=1)
-            assert batches == expected_batches == (LATE + 1 if change == "stop" else BATCHES)
-            assert unsaid[LATE - 1] == PARTS - 1
-            torch.testing.assert_close(weights, expected)
+@pytest.mark.parametrize("change", slow_but(["paths", "shape", "stop"], "paths"))
+def test_what_changes_for_a_whole_batch_trains_as_on_one_device(change: str) -> None:
+    expected, _, expected_batches = trained(0, change, devices=1)
+    for weights, unsaid, batches in rehearse(processes.run_trainers, trained, 2, change=change):
+        assert batches == expected_batches == (LATE + 1 if change == "stop" else BATCHES)
+        assert unsaid[LATE - 1] == PARTS - 1
+        torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize(
-    "change", ["gradient", *[pytest.param(each, marks=pytest.mark.slow) for each in ("path", "error")]]
-)
+@pytest.mark.parametrize("change", slow_but(["gradient", "path", "error"], "gradient"))
 def test_what_goes_wrong_in_a_quiet_batch_ends_all_ranks(change: str) -> None:
     """Long before the timeout of a message, with the reason on both."""
     ended = rehearse(world, change, timeout=120)
