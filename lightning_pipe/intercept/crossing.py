@@ -21,15 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import AGAIN, LiveTensor, RunRecord
 from lightning_pipe.intercept.numbers import SAME_PATH
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.torch_internals import functorch_active
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
@@ -95,18 +92,6 @@ class Returned(NamedTuple):
 
     gradients: dict[int, Tensor]
     used: frozenset[int]
-
-
-def check_surroundings(run: StageRun, name: str) -> None:
-    """Raise if something surrounds layers on both sides of the cut before a layer that cannot be cut."""
-    if run.training:
-        check_not_hidden(name)
-    if functorch_active() or forward_ad._current_level >= 0:
-        raise CutError(
-            f"the cut before layer '{name}' lies inside a transform of torch.func (grad, jvp, vmap, ...) or inside "
-            "forward-mode differentiation, of which nothing goes over a cut.",
-            hint="Use them inside one layer, or one device.",
-        )
 
 
 def crossings_of(run: StageRun) -> dict[int, Crossing]:

@@ -64,8 +64,8 @@ class _Isolated:
 
     def __exit__(self, *_: object) -> None:
         streams = self._streams
-        if streams.asked:
-            streams.note_draws(self._seed)
+        if streams.drew is not None:
+            streams.drew |= streams.draws_since(self._seed)
         _restore(streams.generators, self._states)
         if self._libraries is not None:
             if streams.draws is not None and self._call is not None:
@@ -92,7 +92,7 @@ class RandomStreams:
         generators: the generators of torch that code outside layers draws from.
         quiet: the calls that have streams of torch alone.
         left_alone: those of them that the run has made so far.
-        asked: whether `noting_draws` is to say if anything is drawn.
+        drew: what `noting_draws` notes; ``None``: nobody asks whether anything is drawn.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RandomStreams:
         self.seed, self._replica, self._replicas, self.draws = seed, replica, replicas, draws
         self.number, self.quiet = (0, frozenset[int]()) if draws is None else draws.begin_batch()
         self.left_alone = set[int]()
-        self.asked, self._drew = False, set[bool]()
+        self.drew: set[bool] | None = None
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[numbered(device).index])
@@ -126,16 +126,16 @@ class RandomStreams:
     @contextmanager
     def noting_draws(self) -> Iterator[set[bool]]:
         """Around a run: what it yields has True afterwards if anything was drawn, or some code ever draws in Python."""
-        self._drew = {self.draws is not None and self.draws.any}
-        self.asked = self.draws is not None  # else other threads seed the generators, too
-        yield self._drew
-        self.asked = False
+        drew = {self.draws is not None and self.draws.any}
+        self.drew = None if self.draws is None else drew  # else other threads seed the generators, too
+        yield drew
+        self.drew = None
 
-    def note_draws(self, seed: int) -> None:
-        """What began with ``seed`` ends, and somebody asks; torch's generators are as they were then afterwards."""
+    def draws_since(self, seed: int) -> set[bool]:
+        """Has True if torch's generators are not as they were when they were seeded; they are so afterwards."""
         now = _states(self.generators)
         _seed(self.generators, seed)
-        self._drew |= {not torch.equal(*pair) for pair in zip(now, _states(self.generators), strict=True)}
+        return {not torch.equal(*pair) for pair in zip(now, _states(self.generators), strict=True)}
 
     def seed_user_code(self, micro_batch: int) -> None:
         """Start the stream of the user's code outside layers for one run over ``micro_batch``."""
@@ -150,8 +150,8 @@ class RandomStreams:
         Raises:
             CutError: see `LibraryDraws`.
         """
-        if self.asked:
-            self.note_draws(self._begun_with)
+        if self.drew is not None:
+            self.drew |= self.draws_since(self._begun_with)
         if self.draws is not None:
             self.draws.end_run(self._begun_with, self.left_alone)
 

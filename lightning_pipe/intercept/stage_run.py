@@ -36,11 +36,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
-from lightning_pipe.intercept.crossing import Crossing, check_surroundings, crossings_of
+from lightning_pipe.intercept.crossing import Crossing, crossings_of
 from lightning_pipe.intercept.incoming import Entry, Incoming, edge_of, nodes_behind
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
@@ -49,7 +50,7 @@ from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore, stored_in
-from lightning_pipe.torch_internals import graph_nodes, tree_leaves
+from lightning_pipe.torch_internals import functorch_active, graph_nodes, tree_leaves
 
 _END = "the end of the step"
 NO_SKIPPING = (
@@ -325,7 +326,15 @@ class StageRun:
 
     def _cut(self) -> NoReturn:
         """The next stage's first layer is reached, (5): collect what is alive and end the step."""
-        check_surroundings(self, self.stage.next_name)
+        name = self.stage.next_name
+        if self.training:
+            check_not_hidden(name)
+        if functorch_active() or forward_ad._current_level >= 0:
+            raise CutError(
+                f"the cut before layer '{name}' lies inside a transform of torch.func (grad, jvp, vmap, ...) or inside "
+                "forward-mode differentiation, of which nothing goes over a cut.",
+                hint="Use them inside one layer, or one device.",
+            )
         with self.tracker.paused():
             self.crossings = crossings_of(self)
         raise EndOfStage
