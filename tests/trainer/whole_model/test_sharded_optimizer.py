@@ -297,7 +297,7 @@ Four = dict[str, list[Any]]
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest) -> Four:
     """What two ranks and two replicas have."""
-    slow = {"chimera"}.difference(asked(request, "name"))
+    slow = {"chimera", "one replica"}.difference(asked(request, "name"), asked(request, "who"))
     return processes.in_turn({name: run for name, run in RUNS.items() if name not in slow}, 4)
 
 
@@ -327,7 +327,9 @@ def test_a_gradient_that_another_rank_has_says_so(four: Four) -> None:
     assert "reductions.shards.mine(parameter)" in messages[0]
 
 
-@pytest.mark.parametrize("who", ["scaled", "one replica", "one replica, divided"])
+@pytest.mark.parametrize(
+    "who", slow_but(["scaled", "one replica", "one replica, divided"], "scaled", "one replica, divided")
+)
 def test_all_pass_by_a_step_that_one_has_found_too_large(who: str, four: Four) -> None:
     """Holders of a stage, and replicas: whether each has all gradients, or updates a share that others do not take."""
     for (found, _), (whole, _) in zip(four[who], four["whole"], strict=True):
