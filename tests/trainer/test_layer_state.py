@@ -65,11 +65,16 @@ CASES: list[tuple[type[Base], dict[str, Any]]] = [
 ]
 
 
-def test_what_layers_keep_equals_one_device() -> None:
-    calls = {number: partial(found, devices=2, model=model, **each) for number, (model, each) in enumerate(CASES)}
-    ranks = in_turn(calls, 2)
-    ranks |= {len(CASES): [found(0, 1, LayersKeep, micro_batches=2, stages=2)]}
-    for number, (model, options) in enumerate([*CASES, CASES[0]]):
+@pytest.mark.parametrize("numbers", [[2, 3], pytest.param([0, 1], marks=pytest.mark.slow)])
+def test_what_layers_keep_equals_one_device(numbers: list[int]) -> None:
+    calls = {number: partial(found, devices=2, model=CASES[number][0], **CASES[number][1]) for number in numbers}
+    for number, ranks in in_turn(calls, 2).items():
+        model, options = CASES[number]
         plain = found(0, None, model, micro_batches=options.get("micro_batches", 1))
-        for values in ranks[number]:
+        for values in ranks:
             assert values == pytest.approx(plain, rel=1e-9), CASES[number]
+
+
+def test_one_rank_keeps_what_one_device_keeps() -> None:
+    plain = found(0, None, LayersKeep, micro_batches=2)
+    assert found(0, 1, LayersKeep, micro_batches=2, stages=2) == pytest.approx(plain, rel=1e-9)
