@@ -16,6 +16,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.config import micro_batch_sizes
 from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
+from tests.support.pairs import slow_but
 from tests.support.trainer_runs import QUIET
 
 
@@ -58,7 +59,7 @@ def fit(module: Normalised, samples: int, loader: Any = None, **options: Any) ->
 
 
 @pytest.mark.feature("Data loaders", "short batches with batch norm", "differs", "fewer micro-batches, with a warning")
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "pipedream_2bw"])
+@pytest.mark.parametrize("schedule", slow_but(["1f1b", "zero_bubble", "pipedream_2bw"], "1f1b", "pipedream_2bw"))
 def test_a_short_batch_is_cut_into_fewer(schedule: str) -> None:
     options = {"schedule": schedule, "deferred_batch_norm": schedule != "pipedream_2bw"}
     module, explicit = Normalised(), Normalised()
