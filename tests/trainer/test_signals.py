@@ -71,8 +71,8 @@ Found = dict[Any, list[Any]]
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("signals")
-    slow = {*EVALUATIONS}.difference(asked(request, "name", "signalled", "stream"))
-    return in_turn({name: partial(call, folder / str(name)) for name, call in CALLS.items() if name not in slow}, 2)
+    given = [*asked(request, "name", "signalled", "stream"), *asked(request, "run")]
+    return in_turn({name: partial(CALLS[name], folder / str(name)) for name in CALLS if name in given}, 2)
 
 
 def terminated(folder: Path, process: int, signalled: int) -> int:
@@ -89,13 +89,15 @@ CALLS["asked alone"] = partial(terminated, signalled=1)
 
 
 @pytest.mark.feature("Hooks", "SIGTERM", "works", "all processes end after the same batch")
-def test_all_leave_after_the_batch_in_which_process_0_was_asked(found: Found) -> None:
+@pytest.mark.parametrize("run", ["asked"])
+def test_all_leave_after_the_batch_in_which_process_0_was_asked(run: str, found: Found) -> None:
     # behind the report about its batch: it goes along with the next one
-    assert found["asked"] == [AT + 2] * 2
+    assert found[run] == [AT + 2] * 2
 
 
-def test_a_process_that_is_asked_alone_ends_all(found: Found) -> None:
-    first, alone = found["asked alone"]
+@pytest.mark.parametrize("run", ["asked alone"])
+def test_a_process_that_is_asked_alone_ends_all(run: str, found: Found) -> None:
+    first, alone = found[run]
     assert AT + 1 <= alone <= first + 1 <= AT + 4
 
 
@@ -128,12 +130,15 @@ CALLS["saved"] = saved_when_terminated
 CALLS["saved slowly"] = saved_slowly
 
 
-def test_a_process_that_saves_when_all_end_is_given_time(found: Found) -> None:
-    assert len({*found["saved slowly"]}) == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["saved slowly"])
+def test_a_process_that_saves_when_all_end_is_given_time(run: str, found: Found) -> None:
+    assert len({*found[run]}) == 1
 
 
-def test_a_checkpoint_for_exceptions_is_written_when_all_end_together(found: Found) -> None:
-    (step, path), (other, _) = found["saved"]
+@pytest.mark.parametrize("run", ["saved"])
+def test_a_checkpoint_for_exceptions_is_written_when_all_end_together(run: str, found: Found) -> None:
+    (step, path), (other, _) = found[run]
     checkpoint = torch.load(path, weights_only=False)
     assert checkpoint["global_step"] == step == other
     assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
@@ -163,10 +168,10 @@ for signalled in (0, 1):
     CALLS[f"late {signalled}"] = partial(terminated_late, signalled=signalled)
 
 
-@pytest.mark.parametrize("signalled", [0, 1])
-def test_one_that_comes_after_the_batches_ends_the_run(signalled: int, found: Found) -> None:
+@pytest.mark.parametrize("run", slow_but(["late 0", "late 1"], "late 1"))
+def test_one_that_comes_after_the_batches_ends_the_run(run: str, found: Found) -> None:
     """Nobody asks the other one: it hears of the signal when a message fails."""
-    assert found[f"late {signalled}"] == [True, True]
+    assert found[run] == [True, True]
 
 
 class TerminatedInEvaluation(Evaluated):
@@ -207,9 +212,7 @@ for name, signalled, stream in EVALUATIONS:
 CALLS["last batch"] = partial(terminated_in_evaluation, signalled=0, name="predict", stream=True, size=AT + 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "signalled", "stream"), slow_but(EVALUATIONS, ("predict", 0, True), ("validate", 1, False))
-)
+@pytest.mark.parametrize(("name", "signalled", "stream"), slow_but(EVALUATIONS, ("predict", 0, True)))
 def test_one_that_comes_in_an_evaluation_ends_it_before_the_next_batch(
     name: str, signalled: int, stream: bool, found: Found
 ) -> None:
@@ -219,8 +222,10 @@ def test_one_that_comes_in_an_evaluation_ends_it_before_the_next_batch(
     assert batches[1 - signalled] <= AT + 3
 
 
-def test_one_that_comes_in_the_last_batch_of_a_prediction_ends_all(found: Found) -> None:
-    assert max(found["last batch"]) <= AT + 1
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["last batch"])
+def test_one_that_comes_in_the_last_batch_of_a_prediction_ends_all(run: str, found: Found) -> None:
+    assert max(found[run]) <= AT + 1
 
 
 class InValidation(Lit):
@@ -257,11 +262,11 @@ for validating in (False, True):
 
 
 @pytest.mark.feature("Plugins", "SLURMEnvironment that requeues", "works", "all processes save after the same batch")
-@pytest.mark.parametrize("validating", [False, True])
-def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(validating: bool, found: Found) -> None:
-    first, second = found[f"requeued {validating}"]
+@pytest.mark.parametrize("run", slow_but(["requeued False", "requeued True"], "requeued False"))
+def test_a_job_to_be_requeued_is_saved_by_all_after_the_batch(run: str, found: Found) -> None:
+    first, second = found[run]
     batches = first[0]
-    saved = batches // 3 + 1 if validating else AT + 2
+    saved = batches // 3 + 1 if run == "requeued True" else AT + 2
     assert first == (batches, saved, True)  # and goes on: SLURM ends it
     assert second == (batches, saved, False)
     assert batches > saved
