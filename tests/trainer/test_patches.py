@@ -23,6 +23,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replacements
 from tests.support.lit_modules import Data, Lit
+from tests.support.pairs import asked, slow_but
 from tests.support.processes import in_turn
 from tests.support.trainer_runs import QUIET, quiet
 
@@ -162,14 +163,14 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What is wrong on each process, and whether both save and one of them requeues."""
-    calls: dict[str, Any] = {name: partial(runs, **options) for name, options in RUNS.items()}
+    calls: dict[str, Any] = {name: partial(runs, **RUNS[name]) for name in asked(request, "name")}
     folder = tmp_path_factory.mktemp("requeued")
     return in_turn(calls | {"requeued": partial(requeued_in_each_fit, folder=folder)}, 2)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(RUNS, "ends", "fails"))
 def test_nothing_stays_replaced(name: str, found: dict[str, list[Any]]) -> None:
     assert found[name] == [[], []]
 
