@@ -94,10 +94,13 @@ def on_rank(process: int, folder: Path) -> dict[str, Any]:
     found["again"] = trainer.strategy.whole_module() is module and not any(
         isinstance(tensor, AbsentTensor) for tensor in module.parameters()
     )
-    later = several_runs(2, folder, HeadInSetup)
-    later["trainer"].strategy.whole_module()
-    found["head"] = oracle.state_of(later["module"]), later["gathered"]
     return found
+
+
+def with_head(process: int, folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    found = several_runs(2, folder, HeadInSetup)
+    found["trainer"].strategy.whole_module()
+    return oracle.state_of(found["module"]), found["gathered"]
 
 
 class Asks(L.Callback):
@@ -123,7 +126,7 @@ def refusals(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
 
 def test_runs_go_on_with_the_shares(tmp_path: Path) -> None:
     ranks = run_trainers(on_rank, 2, timeout=90, folder=tmp_path)
-    plain, with_head = several_runs(None, tmp_path), several_runs(None, tmp_path, HeadInSetup)
+    plain = several_runs(None, tmp_path)
     for found in ranks:
         assert found["gathered"] == []
         assert found["absent"] > 0
@@ -136,13 +139,18 @@ def test_runs_go_on_with_the_shares(tmp_path: Path) -> None:
         )
         assert len(found["messages"]) == 5
         assert all(LINE in message for message in found["messages"])
-        head, names = found["head"]
-        assert names == []
-        oracle.assert_equal(oracle.Trace(weights=head), oracle.Trace(weights=oracle.state_of(with_head["module"])))
 
     ours, theirs = (torch.load(tmp_path / f"{devices}.ckpt", weights_only=False) for devices in (2, None))
     for part in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(ours[part], theirs[part])
+
+
+@pytest.mark.slow
+def test_modules_that_setup_adds_stay_too(tmp_path: Path) -> None:
+    plain = oracle.Trace(weights=oracle.state_of(several_runs(None, tmp_path, HeadInSetup)["module"]))
+    for weights, names in run_trainers(with_head, 2, timeout=90, folder=tmp_path):
+        assert names == []
+        oracle.assert_equal(oracle.Trace(weights=weights), plain)
 
 
 @pytest.mark.parametrize("limit", [-1, True, 1.5, "1 GiB"])
