@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from omegaconf import DictConfig
 
 from tests.recipes.conftest import CONF, ROOT
+from tests.support.pairs import slow_but
 
 DOCS = ROOT / "recipes" / "docs"
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -59,10 +61,11 @@ def installed(plugin: str) -> bool:
         return False
 
 
-def test_the_commands_compose(composed: Callable[..., DictConfig]) -> None:
-    found = {page: list(commands(page)) for page in PAGES}
-    assert all(found.values())
-    for overrides in {tuple(overrides) for page in PAGES for overrides in found[page]}:
+@pytest.mark.parametrize("page", slow_but(PAGES, *PAGES[:2]), ids=lambda page: page.stem)
+def test_the_commands_compose(page: Path, composed: Callable[..., DictConfig]) -> None:
+    found = {tuple(overrides) for overrides in commands(page)}
+    assert found
+    for overrides in found:
         settings = dict(word.split("=", 1) for word in overrides)
         assert settings["experiment"] in EXPERIMENTS
         missing = [key for key in settings.keys() & PLUGINS.keys() if not installed(PLUGINS[key])]
