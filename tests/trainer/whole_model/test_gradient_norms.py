@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -178,8 +179,14 @@ def refused(process: int, kind: type[Norms]) -> None:
     trainer.fit(kind().double(), Data().train_dataloader())
 
 
-def test_what_cannot_be_told_is_refused() -> None:
-    for module, errors in refusals(refused, 2, REFUSALS).items():
+FAST = (OnOneRank, Norms, TorchClips, LightningTells, Scattered)
+
+
+@pytest.mark.parametrize(
+    "kinds", [FAST, pytest.param([kind for kind in REFUSALS if kind not in FAST], marks=pytest.mark.slow)]
+)
+def test_what_cannot_be_told_is_refused(kinds: Sequence[type[Norms]]) -> None:
+    for module, errors in refusals(refused, 2, kinds).items():
         for error in errors:
             assert isinstance(error, PipeError)
             assert REFUSALS[module][0] in str(error)
