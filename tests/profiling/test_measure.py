@@ -15,13 +15,14 @@ import lightning_pipe
 from lightning_pipe.cli import main
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.planning.cost_profile import CostProfile
-from lightning_pipe.profiling import command
+from lightning_pipe.profiling import command, processes
 from lightning_pipe.profiling.measure import first, measure_profile, run_conditions
 from lightning_pipe.transport.topology import Topology
 from tests.profiling import rehearsed
 from tests.profiling.sleeping import batch, sleepers
 from tests.support.fake_cuda.call import rehearse
 from tests.support.pairs import slow_but
+from tests.support.processes import forkserver
 from tests.support.threads import run_threads, thread_world
 
 
@@ -103,8 +104,11 @@ def test_what_cannot_be_sent_to_processes_is_refused() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_from_the_command_line_to_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes measure; the file is planned with, and refused for another module."""
+def test_from_the_command_line_to_a_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes measure, here forked; the file is planned with, and refused for another module."""
+    monkeypatch.setattr(processes, "get_context", lambda _: forkserver())
     path, place = tmp_path / "sleepers.json", "tests.profiling.sleeping:sleepers"
     options = ["--batch", "tests.profiling.sleeping:batch", "--sizes", "[1]", "--rounds", "1", "--timeout", "100"]
     main(["profile", place, "--arguments.seconds", "0.001", "--ranks", "2", *options, "--output", str(path)])

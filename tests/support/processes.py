@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -208,6 +208,13 @@ def outcomes(
                 child.kill()
 
 
+def forkserver() -> ForkServerContext:
+    """Starts processes that have the libraries, on whose import fresh ones spend seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 def free_port() -> int:
     """A port of this host that nobody uses, below those that the system gives to others in the meantime."""
     while True:
@@ -230,8 +237,7 @@ class _Child:
         fn: Callable[..., Any],
         kwargs: dict[str, Any],
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forkserver()
         self.number = process
         self.log = folder / f"{process}.log"
         self.log.touch()
