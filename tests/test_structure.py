@@ -18,7 +18,7 @@ LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
     "intercept": 6700,
-    "trainer": 6390,
+    "trainer": 6400,
     "engine": 3760,
     "schedules": 3140,
     "planning": 2350,

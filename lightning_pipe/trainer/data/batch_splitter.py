@@ -39,7 +39,7 @@ class BatchSplitter:
     """
 
     def __init__(self, pipeline: Pipeline, options: Options) -> None:
-        self._transport, self.options = pipeline.transport, options
+        self._pipeline, self._transport, self.options = pipeline, pipeline.transport, options
         self._ranks = pipeline.transport.topology.ranks
         # an asynchronous schedule is made for one number of micro-batches, since its optimizer steps as often
         self.number = (
@@ -63,8 +63,9 @@ class BatchSplitter:
         options, number = self.options, self.number
         if self._uncut:
             return self._whole(batch, self._uncut)
-        # a number that leaves one sample each in the largest batch is the user's choice
-        enough = BATCH_NORM_SAMPLES if number == "auto" else 2 if self._largest >= 2 * number else 1
+        full = self._batch_size or self._largest
+        # a number that leaves one sample each in a full batch is the user's choice
+        enough = BATCH_NORM_SAMPLES if number == "auto" else 2 if full >= 2 * number else 1
         least = enough if any(map(is_normalising, self._norms)) else 1
         try:
             split = divide_batch(batch, self._ranks, number, options.split_batch, options.loss_weight, least)
@@ -127,6 +128,14 @@ class BatchSplitter:
     def weights(self, micro_batches: MicroBatches) -> list[float]:
         """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these."""
         return micro_batches.weights(self._transport.sum_over_replicas(sum(micro_batches.amounts)))
+
+    @property
+    def _batch_size(self) -> int | None:
+        """Samples of a full batch; ``None`` if the training loader does not know them."""
+        module: Any = self._pipeline.module
+        loader = module.trainer.train_dataloader
+        size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", 0)
+        return size if isinstance(size, int) and size else None
 
 
 @contextmanager
