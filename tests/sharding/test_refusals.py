@@ -32,7 +32,7 @@ from lightning_pipe.sharding.tensor_parallel import (
     hooks_inside,
     plan_of,
 )
-from lightning_pipe.trainer.model_sharding import ModelSharding, check
+from lightning_pipe.trainer.model_sharding import check
 from tests.support import oracle, processes
 from tests.support.pairs import slow_but
 from tests.support.sharded_runs import MODELS, Pair, Pairs, divide_pair
@@ -246,7 +246,7 @@ class DividesInAHelper(L.LightningModule):
 
 
 def test_modules_that_ask_for_the_mesh_are_found() -> None:
-    sharding = ModelSharding(False, 1, None, None, False)
+    sharding = PipeStrategy().sharding
     assert sharding.by_module(DividesInAHelper())
     assert sharding.by_module(MODELS["divides_itself"].build())
     assert not sharding.by_module(MODELS["pairs"].build())
