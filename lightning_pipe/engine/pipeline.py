@@ -188,10 +188,10 @@ class Pipeline(PartitionedModule):
     @counting()
     def evaluate(
         self, step: StepFunction, parts: Sequence[Any], *, seed: int = 0, turns: bool = False, again: bool = False
-    ) -> dict[int, Any]:
+    ) -> dict[int, Any] | None:
         """Run forward passes alone; see `train`.
 
-        A step that comes back to layers of an earlier stage ends there, as `Turns.needed` tells: it needs ``turns``.
+        A step that comes back to layers of an earlier stage ends there and needs ``turns``: this returns ``None``.
 
         Args:
             step: see `train`.
@@ -204,12 +204,11 @@ class Pipeline(PartitionedModule):
         batch.again = again
         if turns:
             with self.running(batch.streams, caches=True):
-                results = self.turns.run(batch)
+                results = self._turns.run(batch)
         else:
             results = run_whole(self, batch) if self.whole else self._run(batch)
-        self.turns.needed = batch.repeats
         self.commit_evaluated()
-        return results
+        return None if batch.repeats else results
 
     def evaluation_batch(self, step: StepFunction, micro_batches: Sequence[Any], seed: int) -> Batch:
         """The batch of an evaluation; see `evaluate`."""
@@ -222,8 +221,7 @@ class Pipeline(PartitionedModule):
         self._commit_statistics(norm for norm in self.norms if norm.training)
 
     @cached_property
-    def turns(self) -> Turns:
-        """Runs evaluation steps that come back to layers of an earlier stage; knows whether the last one did so."""
+    def _turns(self) -> Turns:
         return Turns(self)
 
     def returning(self, result: Any) -> None:

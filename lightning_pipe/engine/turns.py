@@ -28,13 +28,11 @@ class Turns:
         pipeline: the module over the ranks.
 
     Attributes:
-        needed: whether a step has ended where it comes back to an earlier stage.
         rank: this rank.
         ranks: how many there are.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.needed = False
         self._pipeline, self._transport = pipeline, pipeline.transport
         self.rank, self.ranks = pipeline.transport.rank, pipeline.transport.topology.ranks
         self._sending: list[Work] = []

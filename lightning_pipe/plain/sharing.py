@@ -98,7 +98,7 @@ class SharedStep:
     def run(
         self,
         step: Step,
-        call: Callable[[Callable[[int, Any], Any]], dict[int, Any]],
+        call: Callable[[Callable[[int, Any], Any]], dict[int, Any] | None],
         micro_batches: int,
         *,
         may_repeat: bool = False,
@@ -107,7 +107,7 @@ class SharedStep:
 
         Args:
             step: the user's.
-            call: calls the pipeline with the step that it takes.
+            call: calls the pipeline with the step that it takes; ``None``: it has come back to an earlier stage.
             micro_batches: how many there are.
             may_repeat: whether the step may come back to the layers of an earlier stage, and end there on all ranks.
 
@@ -133,8 +133,8 @@ class SharedStep:
         with self._traces.hooks.installed():
             outputs = call(run)
         alone = len(pipeline.pipeline_members) == 1
-        changes = self._traces.changes(None if alone or pipeline.turns.needed else before)
-        if pipeline.turns.needed:
+        changes = self._traces.changes(None if alone or outputs is None else before)
+        if outputs is None:
             outputs = {}
             traces.undo()
         if alone:

@@ -207,7 +207,7 @@ class PipelineRun:
                     cut, seed = Cut(parts.sizes, parts.together), step.seed
                     step.outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
                 # report what the last stage has made of the batch, and apply it on all ranks
-                outputs = step.share()
+                outputs = step.share() or {}
         self.gradients.after_batch(optimizers)
         return of_batch(outputs, parts, withheld, self.pipeline.transport.device)
 

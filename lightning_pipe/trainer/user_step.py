@@ -169,14 +169,14 @@ class StepOfBatch:
 
     Attributes:
         name, args, micro_batches, seed, ranks: as given.
-        outputs: what the pipeline returned on this rank.
+        outputs: what the pipeline returned on this rank; ``None``: the step has to run in another way, since it has
+            come back to an earlier stage, say.
         before: the attributes before it, from `UserStep.running`.
-        repeats: whether the step has to run in another way: it has come back to an earlier stage, say.
         dropped: whether nothing counts any more that it does: its batch runs again.
         again: whether it has run before, in another way.
     """
 
-    repeats = dropped = again = False
+    dropped = again = False
     before: Snapshot | None = None
 
     def __init__(
@@ -191,7 +191,7 @@ class StepOfBatch:
         may_repeat: bool = False,
     ) -> None:
         self.name, self.args, self.micro_batches, self.seed = name, args, micro_batches, seed
-        self.outputs: dict[int, Any] = {}
+        self.outputs: dict[int, Any] | None = {}
         self.ranks = user_step.pipeline.loss_ranks if ranks is None else ranks
         self._user_step = user_step
         trainer: Any = user_step.module.trainer
@@ -235,26 +235,25 @@ class StepOfBatch:
                 hint="Give next() a default, or let the items come with the batch (CombinedLoader).",
             ) from error
 
-    def share(self, *, send_outputs: bool = True) -> dict[int, Any]:
+    def share(self, *, send_outputs: bool = True) -> dict[int, Any] | None:
         """Exchange, adopt and replay what the step of this batch did. Collective over the pipeline.
 
         Args:
             send_outputs: whether ranks without the last stage get what the step returned.
 
         Returns:
-            What the step returned for each micro-batch, as far as this rank knows it; nothing if it has to run again.
+            What the step returned for each micro-batch, as far as this rank knows it; ``None``: it has to run again.
         """
         common = self._user_step
         report = None
         if common.pipeline.transport.rank in self.ranks:
             report = StepReport({}, [], [], [], repeats=True)
-            if not self.repeats:
+            if self.outputs is not None:
                 report = self.report(self.outputs, common.traces.changes(self.before))
         reports = common.exchange(report, self.ranks, send_outputs=send_outputs)
-        self.repeats = any(each.repeats for each in reports)
-        if self.repeats:
+        if any(each.repeats for each in reports):
             self._traces.undo()
-            return {}
+            return None
         common.traces.adopt([each.changes for each in reports], self.before)
         self.replay(reports)
         common.take_over(reports, training=self._training)

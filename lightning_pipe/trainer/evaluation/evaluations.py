@@ -114,7 +114,6 @@ class Evaluations:
             self.user_step.running(turns=turns, ranks=step.ranks) as step.before,
         ):
             step.outputs = self.pipeline.evaluate(step, parts, seed=step.seed, turns=turns, again=step.again)
-        step.repeats = self.pipeline.turns.needed
 
     def run_stage(self, step: StepOfBatch, stage: int, perform: Callable[[], None]) -> None:
         """Run one stage of a step.
@@ -165,8 +164,7 @@ class Evaluations:
             send_outputs: whether ranks without the last stage get what the step returned.
             leave: called if a step that was run in a stream has to run again, whose batches wait from then on.
         """
-        outputs = step.share(send_outputs=send_outputs)
-        while step.repeats:
+        while (outputs := step.share(send_outputs=send_outputs)) is None:
             self._waiting.add(step.name)
             if leave is None:
                 self._in_turns.add(step.name)
@@ -180,7 +178,6 @@ class Evaluations:
             self._leaves_layers.discard(step.name)
             step = self.again(step)
             self.run(step)
-            outputs = step.share(send_outputs=send_outputs)
         of_others = [each for each in self._before if each[0] is not step]
         if len(of_others) < len(self._before):
             self._before = of_others

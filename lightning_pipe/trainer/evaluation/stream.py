@@ -124,7 +124,8 @@ class EvaluationStream:
             self._run_to(self._engine.end_of(current.number))
             # the counterparts in other replicas run the same, and may be waited for
             if self._world.layout.data_parallel_size > 1 and self._name != "predict_step":
-                [step.repeats] = self._world.any_of([step.repeats], self._world.replica_members)
+                [repeats] = self._world.any_of([step.outputs is None], self._world.replica_members)
+                step.outputs = None if repeats else step.outputs
         leave = None if self._waits else self._leave
         output = self._evaluations.share(step, send_outputs=self._outputs_are_kept, leave=leave)
         current.step = None
@@ -180,4 +181,4 @@ class EvaluationStream:
                 if fetched.number > self._batches.given:
                     error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))
                 raise
-        step.outputs, step.repeats = fetched.way.results, fetched.way.repeats
+        step.outputs = None if fetched.way.repeats else fetched.way.results

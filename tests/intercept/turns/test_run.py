@@ -233,7 +233,7 @@ def evaluated(net: Twice, data: Any, context: Any = torch.inference_mode, **run:
                 found.extend(first.values())
                 return
             assert not first
-            assert pipeline.turns.needed or not pipeline.is_loss_rank
+            assert first is None or not pipeline.is_loss_rank
             found.extend(pipeline.evaluate(lambda _, part: module.several(**part), [data], turns=True).values())
 
     pipelined(net, batches(2), 2, between=evaluate, optimizer=frozen, layers="layers", **run)
