@@ -26,16 +26,10 @@ AGAIN = "a layer of an earlier stage again"
 """The name of the only call that later stages are told of, where a step has to be run in another way."""
 
 
-class Passed(NamedTuple):
-    """A result that is one of the call's own arguments, the same object."""
+class Same(NamedTuple):
+    """A result that is an argument or an earlier result, the same object, by its place among these in that order."""
 
-    argument: int
-
-
-class Repeated(NamedTuple):
-    """A result that is another one, the same object."""
-
-    leaf: int
+    at: int
 
 
 class Shape(tuple[int, ...]):
@@ -91,8 +85,7 @@ class CallRecord(NamedTuple):
         structure: for layers and modules, and torch functions that read values, or return new tensors, the pytree
             structure of the result, and if there are any, of the tensors of ``stashed`` and of what ``effects`` leave;
             ``None`` for other torch functions.
-        leaves: with a structure, its leaves: :class:`TensorSpec`, :class:`Passed`, :class:`Repeated`, :class:`Value` or
-            plain values.
+        leaves: with a structure, its leaves: :class:`TensorSpec`, :class:`Same`, :class:`Value` or plain values.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
         stashed: the skip connections that begin in this call.
         popped: the skip connections that end in it.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, ExpTransform, Transform
 
-from lightning_pipe.intercept.call_record import LEAF, PLAIN, Passed, Repeated, Shape, Unseen, Value
+from lightning_pipe.intercept.call_record import LEAF, PLAIN, Same, Shape, Unseen, Value
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import register_pytree_node, tree_flatten
@@ -34,14 +34,12 @@ def described(
     """
     leaves, structure = ([result], LEAF) if type(result) is Tensor else tree_flatten(result)
     positions = {id(each): position for position, each in reversed([*enumerate(given)])}
-    found, new, first = list[Any](), list[Tensor](), dict[int, int]()
-    for position, leaf in enumerate(leaves):
+    found, new = list[Any](), list[Tensor]()
+    for position, leaf in enumerate(leaves, start=len(given)):
         if leaf is None or isinstance(leaf, PLAIN):
             found.append(leaf)
-        elif id(leaf) in positions:
-            found.append(Passed(positions[id(leaf)]))
-        elif first.setdefault(id(leaf), position) != position:
-            found.append(Repeated(first[id(leaf)]))
+        elif (at := positions.setdefault(id(leaf), position)) != position:
+            found.append(Same(at))
         elif isinstance(leaf, Tensor):
             found.append(TensorSpec.of(leaf, None if device in (None, leaf.device) else leaf.device.type))
             new.append(leaf)
@@ -61,18 +59,16 @@ def stand_ins(
         device: of the placeholders.
         known: of the tensors that are no arguments, those that are there already.
     """
-    found, there = list[Any](), iter(known)
+    found, there = [*given], iter(known)
     for leaf in leaves:
         if isinstance(leaf, TensorSpec):
             tensor = next(there, None)
             found.append(Placeholder.of(leaf, device) if tensor is None else tensor)
-        elif isinstance(leaf, Passed):
-            found.append(given[leaf.argument])
-        elif isinstance(leaf, Repeated):
-            found.append(found[leaf.leaf])
+        elif isinstance(leaf, Same):
+            found.append(found[leaf.at])
         else:
             found.append(leaf.value if isinstance(leaf, Value) else leaf)
-    return found
+    return found[len(given) :]
 
 
 def show_distributions() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import LEAF, Passed, Repeated, Unseen, Value
+from lightning_pipe.intercept.call_record import LEAF, Same, Unseen, Value
 from lightning_pipe.intercept.describe import described, stand_ins
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_unflatten
@@ -46,7 +46,7 @@ def test_leaves_are_described_once() -> None:
         return out, [out, y, None, 3, "text"]
 
     leaves = recorded(Returns(several), X, torch.ones(1))[1].leaves
-    assert leaves == (TensorSpec((2, 3), torch.float32), Repeated(0), Passed(1), None, 3, "text")
+    assert leaves == (TensorSpec((2, 3), torch.float32), Same(2), Same(1), None, 3, "text")
 
 
 def test_results_of_functions_name_the_arguments_that_they_are() -> None:
@@ -55,7 +55,7 @@ def test_results_of_functions_name_the_arguments_that_they_are() -> None:
     structure, leaves, _ = described(x * 1, [x], x.device)
     assert (structure, leaves) == (LEAF, (spec,))
     assert described((x * 1, 3, y * 1), [x, y], x.device)[1] == (spec, 3, spec)
-    assert described(x, [y, x, x], x.device)[1] == (Passed(1),)
+    assert described(x, [y, x, x], x.device)[1] == (Same(1),)
     assert described(x.to("meta"), [x], x.device)[1] == (TensorSpec.of(x, "meta"),)
     _, (_, unseen), new = described((result := x * 1, object()), [x], x.device)
     assert isinstance(unseen, Unseen)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.call_record import CallRecord, Passed, Repeated
+from lightning_pipe.intercept.call_record import CallRecord, Same
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.placeholder import Placeholder
@@ -59,7 +59,7 @@ class Several(nn.Module):
 def test_a_result_is_described_and_answered() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     _, call, _ = recorded(Several(), x, {}, thorough=True)
-    assert call.leaves[1:4] == (Repeated(0), Passed(0), 3)
+    assert call.leaves[1:4] == (Same(1), Same(0), 3)
     assert [effect.where for effect in call.effects] == [0, ("", "kept")]
     other, state = Several(), dict[str, Tensor]()
     result, skipped = answered(call, other, x, state)
@@ -78,7 +78,7 @@ class Adds(nn.Module):
 
 def test_a_change_in_place_makes_a_placeholder_of_what_was_known() -> None:
     _, call, _ = recorded(Adds(), torch.ones(2))
-    assert (call.mutated, call.leaves, call.numbers) == ((0,), (Passed(0),), (0,))
+    assert (call.mutated, call.leaves, call.numbers) == ((0,), (Same(0),), (0,))
     x = torch.ones(2)
     result, _ = answered(call, Adds(), x)
     assert result is x
