@@ -93,7 +93,7 @@ class JointForward:
         with batch.streams.noting_draws() as drew:
             kept, both = self.stages.forward_again(stage, pair[0], replace(batch, micro_batches=parts), inbound)
         keeps = any(call.effects or call.changing for crossing in both.values() for call in crossing.path.calls)
-        if keeps or kept.first[0].keys() - self.stages.interceptor.state.set_by_run.keys():
+        if keeps or kept.first.formers.keys() - self.stages.interceptor.state.set_by_run.keys():
             raise CutError(
                 f"stage {stage} has begun to keep something of its calls, of which one forward pass over two "
                 "micro-batches leaves another value than two passes.",

@@ -21,7 +21,6 @@ from lightning_pipe.intercept.incoming import Incoming
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.layer_state import FirstRun
 from lightning_pipe.intercept.recompute import nothing_saved, recomputing
-from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
 from lightning_pipe.local_parts import local
@@ -71,14 +70,12 @@ class Saved:
 class Kept:
     """What a forward pass leaves that will run again: its input, and the calls it made up to the boundary.
 
-    ``first`` has the former statistics of norms, and the former attributes that the step and layers have set,
-    ``around`` those of the LightningModule. ``sums`` tells of thorough runs what they left.
+    ``first`` has what the run has found, ``sums`` tells of thorough runs what they left.
     """
 
     inbound: Crossing | None
     calls: tuple[CallRecord, ...] | None
     first: FirstRun
-    around: Snapshot
     sums: Mapping[int, tuple[Tensor, float]] | None
 
 
@@ -108,24 +105,17 @@ class Stages:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
         # The first run may change what it received; the second one must find it as it came.
         copies = inbound and inbound.copied()
-        first, around = self.interceptor.state.begin_first(), self.interceptor.attributes_around()
-        with _telling(), nothing_saved(), self.interceptor.buffers.noted(first[0], thorough=batch.thorough):
+        first = self.interceptor.state.begin_first()
+        with _telling(), nothing_saved(), self.interceptor.buffers.noted(first.formers, thorough=batch.thorough):
             saved, crossings = self.forward(stage, micro_batch, batch, copies)
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         sums = _sums(saved, crossings) if batch.thorough else None
-        kept = Kept(inbound, calls, first, around, sums)
-        return kept, {to: crossing.detached() for to, crossing in crossings.items()}
+        return Kept(inbound, calls, first, sums), {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
-        state, around = self.interceptor.state, self.interceptor.attributes_around()
-        # other micro-batches may have changed these since, and graphs may hold what they are now
-        kept.around.undo(for_now=True)
-        try:
-            with recomputing(), self.interceptor.buffers.restored(), state.restored(kept.first):
-                saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
-        finally:
-            around.undo()
+        with recomputing(), self.interceptor.buffers.restored(), self.interceptor.state.restored(kept.first):
+            saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
         # The last stage ends at no boundary and has no path to compare.
         calls = next((crossing.path.calls for crossing in crossings.values()), None)
         same_path = _path(calls) == _path(kept.calls)

@@ -19,7 +19,6 @@ from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.layer_tensors import check_unchanged
 from lightning_pipe.intercept.recompute import BufferGuard, is_recomputing
-from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS, called_within
@@ -105,10 +104,6 @@ class Interceptor:
     def computing(self) -> Iterator[nn.Module]:
         """The layers and outside modules with all their parts, each once."""
         return iter(self.state.root_of)
-
-    def attributes_around(self) -> Snapshot:
-        """The attributes, as they are now, of what is around layers and outside modules: the LightningModule's own."""
-        return Snapshot(self.state.around)
 
     @property
     def in_module(self) -> bool:

@@ -19,9 +19,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ from lightning_pipe.intercept.numbers import next_token
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
-from lightning_pipe.intercept.snapshot import MISSING, Change, is_compared
+from lightning_pipe.intercept.snapshot import MISSING, Change, Snapshot, is_compared
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
@@ -54,8 +55,18 @@ if TYPE_CHECKING:
 _kept: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 """What the calls of modules have changed in them: a second Trainer finds what the first one has left."""
 
-FirstRun = tuple[dict[Key, Any], list[Any]]
-"""A run that is to run again: what was there before it, and runs until the next such one, have set it; the next one."""
+
+@dataclass(eq=False)
+class FirstRun:
+    """A run that is to run again.
+
+    Args:
+        around: the LightningModule before it.
+        formers: of layers, what was there before this run and later ones have set it, and the statistics of norms.
+    """
+
+    around: Snapshot
+    formers: dict[Key, Any]
 
 
 class LayerState:
@@ -97,7 +108,7 @@ class LayerState:
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
         self.since = 0
-        self._first: FirstRun | None = None  # the last one of the batch
+        self._first = WeakSet[FirstRun]()  # those whose second runs are still to come
         # what was there before complete runs: in the batch under way, and in those that others may not know of yet
         self._left: dict[Key, Any] = {}
         self._late: dict[Key, Any] = {}
@@ -186,37 +197,37 @@ class LayerState:
     @property
     def run_again(self) -> bool:
         """Whether a run is to find later what the one that goes on now finds, or what was before it."""
-        return self._first is not None and not is_recomputing()
+        return bool(self._first) and not is_recomputing()
 
     def begin_first(self) -> FirstRun:
         """A run begins that is to run again."""
-        before, self._first = self._first, ({}, [])
-        if before is not None:
-            before[1].append(self._first)
-        return self._first
+        first = FirstRun(Snapshot(self.around), {})
+        self._first.add(first)
+        return first
 
     def note_former(self, part: nn.Module, attribute: str) -> None:
         """The step or a layer is about to set an attribute; what is hidden from this run it does not change."""
         former = now(part, attribute)
-        if self._first and not (is_recomputing() or isinstance(former, AbsentValue | AbsentTensor)):
-            self._first[0].setdefault((part, attribute), former)
+        if self.run_again and not isinstance(former, AbsentValue | AbsentTensor):
+            for first in self._first:
+                first.formers.setdefault((part, attribute), former)
 
     def has_noted(self, part: nn.Module, attribute: str) -> bool:
         """Whether second runs will find the former value of an attribute."""
-        return self._first is not None and (part, attribute) in self._first[0]
+        return all((part, attribute) in first.formers for first in self._first)
 
     @contextmanager
     def restored(self, first: FirstRun) -> Iterator[None]:
         """Around a second run: what has been set since the first one has the value that this has found."""
-        formers, runs = dict[Key, Any](), [first]
-        for values, later in runs:
-            formers = values | formers
-            runs += later
-        before = put_all(formers)
+        around = Snapshot(self.around)
+        # other micro-batches may have changed these since, and graphs may hold what they are now
+        first.around.undo(for_now=True)
+        before = put_all(first.formers)
         try:
             yield
         finally:
             put_all(before)
+            around.undo()
 
     # ------------------------------------------------------------------ what the step sets
 
@@ -316,7 +327,7 @@ class LayerState:
     def begin_batch(self) -> None:
         """No other batch is under way: all ranks have the same."""
         self._late.clear()
-        self._first, self.since = None, next_token()
+        self.since = next_token()
 
     def take(self) -> list[Change]:
         """What complete runs have changed since this was asked, and what calls have been seen to keep."""
