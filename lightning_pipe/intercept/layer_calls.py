@@ -59,11 +59,6 @@ class RunCache:
         self.keeping, self.records, self.hooked = set[str](), dict[str, CallRecord](), HookedParts()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
 
-    def references(self, name: str, module: nn.Module) -> References:
-        """What the code of a layer or outside module names besides tensors."""
-        state = self.state
-        return References(module, lambda part: state.same_stage(name, part), state.is_computing)
-
 
 class LayerCalls:
     """The calls of this stage's layers and of outside modules in one run of the step.
@@ -160,7 +155,7 @@ class LayerCalls:
             arguments: the leaves of that.
         """
         self._running, digest = (name, module), self.tracker.digest
-        self._references = references = self.cache.references(name, module) if digest.thorough else None
+        self._references = references = References(name, module, self.cache.state) if digest.thorough else None
         if references is not None and not digest.idle:
             references.before = digest.referred(references.values())
         self._watch = None

@@ -28,10 +28,9 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.intercept.kept_state import Place, is_data, is_own, written
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.references import walk
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.tensor_state import memory_of
-from lightning_pipe.intercept.user_objects import values_in
+from lightning_pipe.intercept.user_objects import values_in, walk
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.layer_state import LayerState

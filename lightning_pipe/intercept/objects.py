@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.snapshot import refill
 from lightning_pipe.intercept.tensor_state import version_of
-from lightning_pipe.intercept.user_objects import attributes_of
+from lightning_pipe.intercept.user_objects import attributes_of, walk
 from lightning_pipe.torch_internals import tree_flatten
 
 _PLAIN = (bool, int, float, str, bytes)
@@ -98,22 +98,18 @@ def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequen
 
 def objects_of(leaves: Sequence[Any]) -> list[Any]:
     """The objects that the leaves of a call's arguments lead to, in an order that is the same on all ranks."""
-    found, seen = list[Any](), set[int]()
-    # A stack, and what it gets is reversed: objects come in the order of arguments and attributes, as on all ranks.
-    pending = [*reversed(leaves)]
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        if isinstance(value, _CONTAINERS):
-            seen.add(id(value))
-            pending += reversed([*(value.values() if isinstance(value, dict) else value)])
-        # a class that is derived from a list or dictionary has attributes, too
-        if (hasattr(value, "__dict__") or is_dataclass(value)) and not isinstance(value, _NO_OBJECTS):
-            seen.add(id(value))
-            found.append(value)
-            pending += reversed([*attributes_of(value).values()])
-    return found
+    return [each for each in walk([*leaves], _held) if _has_state(each)]
+
+
+def _has_state(value: Any) -> bool:
+    return (hasattr(value, "__dict__") or is_dataclass(value)) and not isinstance(value, _NO_OBJECTS)
+
+
+def _held(value: Any) -> list[Any]:
+    # a class that is derived from a list or dictionary has attributes, too
+    attributes = attributes_of(value).values() if _has_state(value) else ()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else ()
+    return [*attributes, *items]
 
 
 def _merged(old: Any, new: Any) -> Any:

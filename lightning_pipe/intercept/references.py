@@ -19,15 +19,16 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.kept_state import is_data, is_own, is_state
-from lightning_pipe.intercept.user_objects import LARGE, inside, is_users, values_in
+from lightning_pipe.intercept.user_objects import LARGE, inside, is_users, values_in, walk
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, type, types.ModuleType, np.ndarray)
+if TYPE_CHECKING:
+    from lightning_pipe.intercept.layer_state import LayerState
+
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 Label = tuple[str, str]
 """Where a value is: the path to a part and an attribute of it; else, in angle brackets, the place and a name there."""
@@ -37,19 +38,17 @@ class References:
     """What the code of a layer or outside module names.
 
     Args:
-        module: the layer or outside module.
-        skip: whether what a module that is reached keeps is not to be compared.
-        computing: whether a module is a part of a layer or outside module: its tensors belong to its stage.
+        name: the layer or outside module.
+        module: the module.
+        state: knows who runs other modules: the tensors of their parts belong to their stages.
 
     Attributes:
         reached: the modules that it reaches and that are no parts of it.
         before: the numbers of the values before the call; see `Digest.referred`.
     """
 
-    def __init__(
-        self, module: nn.Module, skip: Callable[[nn.Module], bool], computing: Callable[[nn.Module], bool]
-    ) -> None:
-        self._skip, self._computing = skip, computing
+    def __init__(self, name: str, module: nn.Module, state: LayerState) -> None:
+        self._name, self._state = name, state
         self.before: dict[Label, int] | None = None
         self._own = {part: path for path, part in module.named_modules()}
         self._names: set[str] = set()
@@ -105,13 +104,14 @@ class References:
         yield from ((label, read()) for label, read in self._globals.items())
         for part, path in self._own.items():
             yield from (((path, name), value) for name, value in self._attributes(part) if _is_compared(value))
-        for number, part in enumerate(each for each in self.reached if not self._skip(each)):
-            tensors = {} if self._computing(part) else part._buffers
+        for number, part in enumerate(each for each in self.reached if not self._state.same_stage(self._name, each)):
+            computing = self._state.is_computing(part)
+            tensors = {} if computing else part._buffers
             for name, value in (
                 *self._attributes(part),
                 *((n, each) for n, each in tensors.items() if n in self._names),
             ):
-                if _is_compared(value) or (type(value) is Tensor and not self._computing(part)):
+                if _is_compared(value) or (type(value) is Tensor and not computing):
                     yield (f"<{number}>", name), value
 
     def _attributes(self, part: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -132,17 +132,6 @@ def leads_to(value: Any) -> Iterator[Any]:
     """The modules and functions that a value leads to; functions that of what they are bound to, too."""
     found = walk(value, lambda each: values_in(each) or _bound(each))
     yield from (each for each in found if isinstance(each, nn.Module | types.FunctionType))
-
-
-def walk(value: Any, further: Callable[[Any], list[Any]]) -> Iterator[Any]:
-    """A value and all that ``further`` leads to from it, but not from modules."""
-    pending, seen = [value], set[int]()
-    while pending:
-        value = pending.pop()
-        yield value
-        if not isinstance(value, (*_PLAIN, nn.Module)) and id(value) not in seen:
-            seen.add(id(value))
-            pending += further(value)
 
 
 def _bound(value: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from lightning_pipe.intercept.kept_state import Key, now, put, put_all
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
+from lightning_pipe.intercept.references import References
 from lightning_pipe.intercept.snapshot import refill
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.tracker import Tracker
@@ -60,9 +61,8 @@ class SkippedLayers:
         self._let_hooks_act(module, arguments)
         thorough = tracker.digest.counts_references(len(tracker.calls))
         if thorough and (following := tracker.following()) is not None and following.name == name:
-            tracker.digest.refer(
-                tracker.digest.referred(self._cache.references(name, module).values()), following.changing
-            )
+            references = References(name, module, self._cache.state)
+            tracker.digest.refer(tracker.digest.referred(references.values()), following.changing)
         call = tracker.expect(name)
         self._cache.state.check_called(name, module)
         tracker.note_read(tensors)

@@ -10,15 +10,17 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections import UserDict, UserList, deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 LARGE = 4096
 """What more is in containers of more elements is neither searched nor compared element by element."""
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor, type, ModuleType, np.ndarray, nn.Module)
 _OF_PYTHON = (SimpleNamespace, Namespace, UserDict, UserList)
 """Classes of the standard library whose objects keep the user's values in attributes."""
 
@@ -38,6 +40,18 @@ def values_in(value: Any) -> list[Any]:
     if held is None or len(held) > LARGE:
         return []
     return [*(held.values() if isinstance(held, Mapping) else held)]
+
+
+def walk(value: Any, further: Callable[[Any], list[Any]]) -> Iterator[Any]:
+    """A value and all that ``further`` leads to, but not from modules: each once, in the order of attributes."""
+    pending, seen = [value], dict[int, Any]()  # which keeps them: no ``id`` comes again
+    while pending:
+        value = pending.pop()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            yield value
+            if not isinstance(value, _LEAVES):
+                pending += reversed(further(value))
 
 
 def is_object(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +55,12 @@ class Owner(nn.Module):
 
 
 def values(layer: nn.Module) -> dict[Any, Any]:
-    return dict(References(layer, lambda _: False, lambda _: False).values())
+    return dict(References("", layer, known()).values())
+
+
+def known(*same: nn.Module) -> Any:
+    """Knows which modules the stage of the layer runs, and that no other module is a part of a layer."""
+    return SimpleNamespace(same_stage=lambda _, part: part in same, is_computing=lambda part: part in same)
 
 
 def test_own_attributes_and_globals_that_are_named_are_found() -> None:
@@ -70,7 +76,7 @@ def test_of_another_module_what_the_code_names_is_found() -> None:
 
 def test_what_runs_in_the_same_stage_is_left_out() -> None:
     owner = Owner()
-    found = References(ReadsItsOwner(owner=[owner]), lambda part: part is owner, lambda _: True).values()
+    found = References("", ReadsItsOwner(owner=[owner]), known(owner)).values()
     assert not any(path == "<0>" for (path, _), _ in found)
 
 
