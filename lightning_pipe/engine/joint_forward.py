@@ -65,7 +65,7 @@ class JointForward:
 
     def run(self, stage: int, pair: Sequence[int], batch: Batch, received: Received) -> list[tuple[Kept, Crossings]]:
         """What `Stages.forward_again` returns for each of two micro-batches."""
-        modes = tuple(part.training for part in self.stages.interceptor.computing())
+        modes = tuple(part.training for part in self.stages.interceptor.state.root_of)
         key = stage, *(batch.signatures[index] for index in pair), modes
         way = self._ways.get(key)
         if way is not None and batch.cut is not None:

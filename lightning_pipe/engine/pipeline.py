@@ -29,6 +29,7 @@ from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import counting
+from lightning_pipe.intercept.torch_patches.patch import current_run
 from lightning_pipe.parameters.buffer_sync import BufferSync, buffer_values
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, end_passes
 from lightning_pipe.parameters.gradient_sync import GradientSync
@@ -226,7 +227,8 @@ class Pipeline(PartitionedModule):
 
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
-        self._interceptor.returning(result)
+        if (run := current_run()) is not None:
+            run.returning(result)
 
     def reduce_gradients(self) -> None:
         """Sum ``parameter.grad`` over the holders of each parameter, all at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from itertools import chain
 from typing import Any
 
@@ -17,8 +17,7 @@ from lightning_pipe.intercept.describe import show_distributions
 from lightning_pipe.intercept.in_place import ParameterUse
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.layer_tensors import check_unchanged
-from lightning_pipe.intercept.recompute import BufferGuard, is_recomputing
+from lightning_pipe.intercept.recompute import BufferGuard
 from lightning_pipe.intercept.stage_run import StageRun
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS, called_within
@@ -58,7 +57,6 @@ class Interceptor:
         one_pipe: whether all micro-batches take the same way.
 
     Attributes:
-        run: the run of the step that is under way.
         state: knows who has the attributes of layers and outside modules.
         cache: what runs have in common, and keep for later ones.
         buffers: of layers and outside modules, for second runs.
@@ -75,7 +73,6 @@ class Interceptor:
         places: tuple[Mapping[str, int], Sequence[str]] = ({}, ()),
         one_pipe: bool = True,
     ) -> None:
-        self.run: StageRun | TurnRun | None = None
         self._patched = False
         show_distributions()
         self.module = module
@@ -87,7 +84,7 @@ class Interceptor:
         roots = [*layers, *self._outside]
         self.state = LayerState(module, roots, *places, one_pipe=one_pipe)
         self.cache = RunCache(module, self.state, parameter_use, device)
-        self.buffers = BufferGuard(self.computing())
+        self.buffers = BufferGuard(self.state.root_of)
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
@@ -100,15 +97,6 @@ class Interceptor:
             and type(part).forward is nn.TransformerEncoder.forward
             and any(id(layer) in ids for layer in part.layers)
         ]
-
-    def computing(self) -> Iterator[nn.Module]:
-        """The layers and outside modules with all their parts, each once."""
-        return iter(self.state.root_of)
-
-    @property
-    def in_module(self) -> bool:
-        """Whether a layer or an outside module runs now, in a step."""
-        return self.run is not None and self.run.surroundings.inside
 
     @contextmanager
     def installed(self, *, caches: bool = False) -> Iterator[None]:
@@ -172,7 +160,7 @@ class Interceptor:
             return self._wrappers[key]
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            run, forward = self.run, self._forwards[key]
+            run, forward = current_run(), self._forwards[key]
             if run is None:
                 return run_again(forward, args, kwargs)
             if run.surroundings.inside:
@@ -187,21 +175,10 @@ class Interceptor:
         made = self._wrappers[key] = interrupting(update_wrapper(wrapper, module.forward, updated=()))
         return made
 
-    def returning(self, result: Any) -> None:
-        """The step is about to return, if it is under way; see `StageRun.returning`."""
-        if self.run is not None:
-            self.run.returning(result)
-
     def follow(self, run: StageRun | TurnRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
-        self.run = run
-        if isinstance(run, StageRun) and not (run.stage.all or is_recomputing()):
-            run.tracker.changing = partial(check_unchanged, self.state)
-        try:
-            with running(run), self.state.of_run(run):
-                return run.run(step)
-        finally:
-            self.run = None
+        with running(run), self.state.of_run(run):
+            return run.run(step)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

@@ -103,7 +103,10 @@ class LayerState:
         self._names = {id(part): name for name, part in self.modules.items()}
         self.root_of = {part: name for name, root in roots for part in root.modules()}
         self.stages, self._ranks, self.one_pipe = stages, ranks, one_pipe
-        self.around: dict[str, nn.Module] = {}
+        # Not outside modules that hold parameters: like layers these really run on every rank that has them. Nor
+        # metrics, and torch's own modules.
+        found = {name: part for name, part in self.modules.items() if is_own(part) and part not in self.root_of}
+        self.around = {"": module, **found}
         # by part, the stage of this rank that runs it
         self._run_here: dict[nn.Module, int] = {}
         self.set_by_run: dict[Key, Any] = {}
@@ -115,15 +118,6 @@ class LayerState:
         # what calls keep: all of it, and what other ranks do not know of yet
         self._known: dict[Key, None] = {}
         self._learnt: dict[Key, None] = {}
-
-    def decide_around(self) -> None:
-        """From now on whoever runs steps puts back what runs change around layers, unless they complete.
-
-        Modules outside the sequence that hold parameters do not belong to that, as layers do not: these really run
-        on every rank that has them. Nor do metrics, and torch's own modules.
-        """
-        found = {name: part for name, part in self.modules.items() if is_own(part) and part not in self.root_of}
-        self.around = {"": self.modules[""], **found}
 
     # ------------------------------------------------------------------ what calls keep
 

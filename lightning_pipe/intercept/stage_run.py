@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -44,6 +45,8 @@ from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing, crossings_of
 from lightning_pipe.intercept.incoming import Entry, Incoming, edge_of, nodes_behind
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
+from lightning_pipe.intercept.layer_tensors import check_unchanged
+from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.tensor_state import version_of
@@ -108,6 +111,8 @@ class StageRun:
         self.surroundings = self.tracker.surroundings
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
+        if not (stage.all or is_recomputing()):
+            self.tracker.changing = partial(check_unchanged, cache.state)
         self.tracker.digest.thorough, self.tracker.digest.since = thorough, cache.state.since
         self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, cache)

@@ -121,7 +121,7 @@ class SharedStep:
         traces = TracesOfBatch(micro_batches, may_repeat=may_repeat)
         before = self._traces.capture() if pipeline.is_loss_rank else None
         if may_repeat:  # layers have run for the batches then
-            computing = pipeline.executor.stages.interceptor.computing()
+            computing = pipeline.executor.stages.interceptor.state.root_of
             traces.before.append(Snapshot({str(id(part)): part for part in computing}, buffers=False))
 
         def run(_: int, micro_batch: Any) -> Any:

@@ -21,6 +21,7 @@ from lightning_pipe.intercept.kept_state import in_several_pipes
 from lightning_pipe.intercept.module_state import apply, name_of, portable
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
+from lightning_pipe.intercept.torch_patches.patch import in_module
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.plain.own_sources import untouched
 
@@ -113,12 +114,10 @@ class StepHooks:
 
     Args:
         module: the user's module.
-        computing: whether a layer or an outside module runs now: what that registers is its own.
     """
 
-    def __init__(self, module: nn.Module, computing: Callable[[], bool]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._modules = {id(part) for part in module.modules()}
-        self._computing = computing
         self._noted: list[Registered] | None = None
 
     def installed(self) -> AbstractContextManager[None]:
@@ -128,7 +127,8 @@ class StepHooks:
     def _noting(self, register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:
             handle = register(module, *args, **kwargs)
-            if self._noted is not None and id(module) in self._modules and not self._computing():
+            # what a layer or an outside module registers is its own
+            if self._noted is not None and id(module) in self._modules and not in_module():
                 self._noted.append((handle, partial(register, module, *args, **kwargs)))
             return handle
 
@@ -159,10 +159,8 @@ class StepTraces:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        interceptor = pipeline.executor.stages.interceptor
-        self._pipeline, self.of_layers = pipeline, interceptor.state
-        self.of_layers.decide_around()
-        self.hooks = StepHooks(pipeline.module, lambda: interceptor.in_module)
+        self._pipeline, self.of_layers = pipeline, pipeline.executor.stages.interceptor.state
+        self.hooks = StepHooks(pipeline.module)
 
     def capture(self) -> Snapshot:
         """The attributes as they are now."""

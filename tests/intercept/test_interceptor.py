@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.interceptor import Interceptor, outside_modules
+from lightning_pipe.intercept.torch_patches.patch import current_run
 from lightning_pipe.partition import find_layers
 from lightning_pipe.patches import all_replaced
 from tests.intercept.test_tracker import Uses
@@ -83,7 +84,7 @@ def test_calls_go_to_the_run_while_the_wrappers_are_on() -> None:
     interceptor, notes = around(net, find_layers(net, "layers")), Notes()
     with interceptor.installed():
         result = interceptor.follow(notes, lambda: net(x))  # type: ignore[arg-type]
-        assert interceptor.run is None
+        assert current_run() is None
     assert notes.called == [("embed", -2), 0, 1, ("norm", -3), ("head.inner.out", -4)]
     assert torch.equal(result, net(x))
 

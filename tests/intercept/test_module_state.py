@@ -90,9 +90,7 @@ def module() -> Module:
 
 
 def state_of(module: Module) -> LayerState:
-    state = LayerState(module, [*module.layers.named_children(), ("embed", module.embed)])
-    state.decide_around()
-    return state
+    return LayerState(module, [*module.layers.named_children(), ("embed", module.embed)])
 
 
 def captured(module: Module) -> Snapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import Pipeline, PipeStrategy
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.torch_patches.patch import running
 from lightning_pipe.plain.step_traces import StepHooks, TracesOfBatch
 from tests.support import oracle
 from tests.support.processes import run_trainers, run_world
@@ -25,8 +27,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.net = nn.Sequential(nn.Identity(), nn.Identity())
-        self.computing = False
-        self.hooks = StepHooks(self.net, lambda: self.computing)
+        self.hooks = StepHooks(self.net)
         self.batch = TracesOfBatch(1)
         self.said: list[str] = []
 
@@ -75,8 +76,9 @@ def test_hooks_of_runs_that_end_early_are_gone_and_those_that_stay_are_on_all_ra
 
 def test_what_a_layer_registers_is_its_own() -> None:
     rank = Rank()
-    rank.computing = True
-    rank.run("a", complete=False)
+    inside: Any = SimpleNamespace(surroundings=SimpleNamespace(inside=True))
+    with running(inside):
+        rank.run("a", complete=False)
     assert rank.says() == "a"
 
 

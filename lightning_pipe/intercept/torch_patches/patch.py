@@ -20,6 +20,12 @@ def current_run() -> StageRun | TurnRun | None:
     return getattr(_local, "run", None)
 
 
+def in_module() -> bool:
+    """Whether a layer or an outside module runs now, in a step."""
+    run = current_run()
+    return run is not None and run.surroundings.inside
+
+
 @contextmanager
 def running(run: StageRun | TurnRun) -> Iterator[None]:
     """While the context lasts, replacements that this thread calls follow ``run``."""

@@ -137,7 +137,7 @@ class Evaluations:
         if step.name in self._leaves_layers:
             yield
             return
-        computing = self.pipeline.executor.stages.interceptor.computing()
+        computing = self.pipeline.executor.stages.interceptor.state.root_of
         before = Snapshot({str(id(part)): part for part in computing})
         yield
         if before.narrow():
