@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place, is_data, is_own, written
-from lightning_pipe.intercept.objects import ObjectStates, objects_of
+from lightning_pipe.intercept.objects import content_of, objects_of, same_content, state_of, unseen
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.tensor_state import same_objects, version_of
 from lightning_pipe.torch_internals import tree_leaves
@@ -65,7 +65,8 @@ class Watch:
         self.name, self.module = name, module
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
-        self._objects, self._shown = ObjectStates(leaves), objects
+        self._objects, self._shown = objects_of(leaves), objects
+        self._states = [content_of(each) for each in self._objects]
         self.seeks, self.kept, self.foreign = False, _NOTHING, _NOTHING
         # those that hold tensors, with the leaves before the call and their versions
         self._attributes: dict[Place, tuple[Any, list[tuple[Any, int | None]]]] = {}
@@ -101,12 +102,19 @@ class Watch:
         Raises:
             CutError: an argument of another kind has changed, or a tensor that the module keeps has in place.
         """
-        if not self._shown:
-            self._objects.check_unchanged(self.name, come_back)
         for number, (container, contents) in enumerate(zip(self.containers, self._contents, strict=True)):
             if not same_objects(_contents(container), contents):
                 yield Effect(number), container
-        for number, state, tensors in self._objects.changes(self.name) if self._shown else ():
+        for number, (each, before) in enumerate(zip(self._objects, self._states, strict=True)):
+            if same_content(content_of(each), before):
+                continue
+            if not self._shown:
+                if come_back is not None:  # it is a cache, for instance, which is of use in such a step alone
+                    come_back(self.name)
+                raise unseen(
+                    self.name, each, "Return what changes, or pass it in a list or dictionary; switch caches off."
+                )
+            state, tensors = state_of(self.name, each, self._objects)
             yield Effect(number, state), tensors
         if self.seeks:
             yield from self._attribute_effects(derived)
@@ -119,8 +127,8 @@ class Watch:
             leaves: those of its arguments.
         """
         numbers = [effect.where for effect in effects if effect.state is not None]
-        changed = [self._objects.objects[number] for number in numbers if isinstance(number, int)]
-        before = {id(each) for each in self._objects.objects}
+        changed = [self._objects[number] for number in numbers if isinstance(number, int)]
+        before = {id(each) for each in self._objects}
         return {id(each): each for each in (*changed, *(new for new in objects_of(leaves) if id(new) not in before))}
 
     def _attribute_effects(self, derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -28,55 +28,31 @@ _NO_OBJECTS = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, Bu
 _UNSEEN = "Return what changes, or pass it in a list or dictionary of tensors, numbers and strings."
 
 
-class ObjectStates:
-    """The objects that a call is given, with all that they refer to, and what tells whether they change.
+def state_of(name: str, changed: Any, objects: Sequence[Any]) -> tuple[bytes, list[Tensor]]:
+    """The state of an object that a call has changed, without its tensors, and these.
 
     Args:
-        leaves: the leaves of the call's arguments.
+        name: the layer that has been called, for messages.
+        changed: the object.
+        objects: those that the call's arguments lead to, which other ranks have as well.
+
+    Raises:
+        CutError: it is a kind of list or dictionary, whose items are not among its attributes, or its state cannot be
+            pickled.
     """
-
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self.objects = objects_of(leaves)
-        self._before = [_content(each) for each in self.objects]
-
-    def _changed(self) -> Iterator[tuple[int, Any]]:
-        """The objects that have changed, with their numbers."""
-        for number, (each, before) in enumerate(zip(self.objects, self._before, strict=True)):
-            if not _same(_content(each), before):
-                yield number, each
-
-    def check_unchanged(self, name: str, come_back: Callable[[str], None] | None = None) -> None:
-        """Raise if the call of ``name`` has changed one; ``come_back`` ends a step that may have several passes."""
-        for _, each in self._changed():
-            if come_back is not None:  # it is a cache, for instance, which is of use in such a step alone
-                come_back(name)
-            raise _unseen(name, each, "Return what changes, or pass it in a list or dictionary; switch caches off.")
-
-    def changes(self, name: str) -> Iterator[tuple[int, bytes, list[Tensor]]]:
-        """The number, the new state and the tensors of each object that has changed.
-
-        Args:
-            name: the layer that has been called, for messages.
-
-        Raises:
-            CutError: one is a kind of list or dictionary, whose items are not among its attributes, or a state
-                cannot be pickled.
-        """
-        known = {id(each): number for number, each in enumerate(self.objects)}
-        for number, each in self._changed():
-            if isinstance(each, _CONTAINERS):
-                raise _unseen(name, each, _UNSEEN)
-            file = io.BytesIO()
-            pickler = _Pickler(file, known)
-            try:
-                pickler.dump(dict(attributes_of(each)))
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                raise CutError(
-                    f"'{name}' changes its argument of type {type(each).__qualname__}, which other stages cannot see: "
-                    f"{error}",
-                    hint=_UNSEEN,
-                ) from error
-            yield number, file.getvalue(), pickler.tensors
+    if isinstance(changed, _CONTAINERS):
+        raise unseen(name, changed, _UNSEEN)
+    file = io.BytesIO()
+    pickler = _Pickler(file, {id(each): number for number, each in enumerate(objects)})
+    try:
+        pickler.dump(dict(attributes_of(changed)))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CutError(
+            f"'{name}' changes its argument of type {type(changed).__qualname__}, which other stages cannot see: "
+            f"{error}",
+            hint=_UNSEEN,
+        ) from error
+    return file.getvalue(), pickler.tensors
 
 
 def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequence[Any]) -> None:
@@ -84,7 +60,7 @@ def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequen
 
     Args:
         target: the object.
-        state: what `ObjectStates.changes` made of it on another rank.
+        state: what `state_of` made of it on another rank.
         tensors: what stands for the tensors.
         objects: what the arguments of the call here lead to, as `objects_of` lists them.
     """
@@ -124,19 +100,21 @@ Content = tuple[Any, list[tuple[Any, int | None]]]
 """The structure of an object, and its leaves with the versions of tensors. They are held, so that no id comes again."""
 
 
-def _content(value: Any) -> Content:
+def content_of(value: Any) -> Content:
     """The object's own attributes and containers; what objects in it hold is compared where they are listed."""
     items = dict(value) if isinstance(value, dict) else [*value] if isinstance(value, _CONTAINERS) else None
     leaves, structure = tree_flatten((items, dict(attributes_of(value))))
     return structure, [(leaf, version_of(leaf)) for leaf in leaves]
 
 
-def _unseen(name: str, changed: Any, hint: str) -> CutError:
+def unseen(name: str, changed: Any, hint: str) -> CutError:
+    """A call changes an object that it is given."""
     kind = type(changed).__qualname__
     return CutError(f"'{name}' changes its argument of type {kind}, which other stages cannot see.", hint)
 
 
-def _same(one: Content, other: Content) -> bool:
+def same_content(one: Content, other: Content) -> bool:
+    """Whether an object holds what it did."""
     return one[0] == other[0] and all(
         version == now and (a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b))
         for (a, version), (b, now) in zip(one[1], other[1], strict=True)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.objects import ObjectStates, objects_of, put_state
+from lightning_pipe.intercept.effects import Watch
+from lightning_pipe.intercept.objects import objects_of, put_state
 
 
 class Memory:
@@ -20,6 +21,21 @@ class Memory:
         self.length = 0
         self.rows: list[Tensor] = []
         self.inner: Any = None
+
+
+class Watched(Watch):
+    """The call of a layer that is given some objects; other ranks can be shown what changes in them, or cannot."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__("layer", nn.Module(), (), given)
+
+    def changes(self) -> list[tuple[Any, Any, list[Tensor]]]:
+        self._shown = True
+        return [(effect.where, effect.state, left) for effect, left in self.effects(lambda _: True, None)]
+
+    def check_unchanged(self, come_back: Any = None) -> None:
+        self._shown = False
+        assert list(self.effects(lambda _: True, come_back)) == []
 
 
 class Named(dict[str, Any]):
@@ -38,15 +54,15 @@ def test_objects_are_found_once_wherever_they_are() -> None:
 def test_what_changes_is_described_with_its_tensors(replaced: bool) -> None:
     memory, rows = Memory(), torch.ones(2)
     memory.rows.append(rows)
-    states = ObjectStates([memory])
-    assert list(states.changes("layer")) == []
-    states.check_unchanged("layer")
+    states = Watched(memory)
+    assert states.changes() == []
+    states.check_unchanged()
     if replaced:
         memory.rows[0] = rows + 1
     else:
         rows.add_(1)
     memory.length = 3
-    [(number, state, tensors)] = states.changes("layer")
+    [(number, state, tensors)] = states.changes()
     assert number == 0
     assert tensors[0] is memory.rows[0]
     other = Memory()
@@ -55,9 +71,9 @@ def test_what_changes_is_described_with_its_tensors(replaced: bool) -> None:
     assert other.length == 3
     assert other.rows is kept == ["stands for the tensor"]
     with pytest.raises(CutError, match="'layer' changes its argument of type Memory"):
-        states.check_unchanged("layer")
+        states.check_unchanged()
     with pytest.raises(KeyError, match="layer"):  # a step that may have several passes ends in a way of its own
-        states.check_unchanged("layer", {}.__getitem__)
+        states.check_unchanged({}.__getitem__)
 
 
 class Graph(Memory):
@@ -69,33 +85,34 @@ class Graph(Memory):
 
 def test_objects_that_can_be_called_are_objects() -> None:
     graph = Graph()
-    states = ObjectStates([graph, len, math.sqrt, graph.__call__, test_an_equal_number_is_no_change])
-    assert states.objects == [graph]
+    given = graph, len, math.sqrt, graph.__call__, test_an_equal_number_is_no_change
+    states = Watched(*given)
+    assert objects_of(given) == [graph]
     graph.rows.append(torch.ones(2))
     with pytest.raises(CutError, match="'layer' changes its argument of type Graph"):
-        states.check_unchanged("layer")
+        states.check_unchanged()
 
 
 def test_an_equal_number_is_no_change() -> None:
     memory = Memory()
     memory.length = 10**6
-    states = ObjectStates([memory])
+    states = Watched(memory)
     memory.length = int("1000000")
-    states.check_unchanged("layer")
+    states.check_unchanged()
 
 
 def test_a_kind_of_dictionary_cannot_be_described() -> None:
     cache = Named(length=1)
-    states = ObjectStates([cache])
-    assert list(states.changes("layer")) == []
+    states = Watched(cache)
+    assert states.changes() == []
     cache["length"] = 2
     with pytest.raises(CutError, match="'layer' changes its argument of type Named"):
-        list(states.changes("layer"))
+        states.changes()
 
 
 def test_what_cannot_be_pickled_raises() -> None:
     memory = Memory()
-    states = ObjectStates([memory])
+    states = Watched(memory)
     memory.inner = lambda: None
     with pytest.raises(CutError, match="'layer' changes its argument of type Memory"):
-        list(states.changes("layer"))
+        states.changes()
