@@ -70,7 +70,6 @@ NAMES = {
     "torch._C._functions.AccumulateGrad": {"_sequence_nr": "a node of the graph tells when it was made"},
     "torch.utils.hooks.BackwardHook": {"_apply_on_tensors": f"puts a node before and behind a module; {_OWN}"},
     "torch.utils.checkpoint": {
-        "CheckpointFunction": f"looked up by checkpoint(use_reentrant=True); {_OWN}",
         "_checkpoint_without_reentrant_generator": f"looked up by checkpoint(use_reentrant=False); {_OWN}",
     },
     "torch.nn.Module": {

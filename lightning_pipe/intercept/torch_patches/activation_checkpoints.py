@@ -21,12 +21,11 @@ from lightning_pipe.intercept.random_streams import Stream
 from lightning_pipe.intercept.torch_functions import draws, function_name
 from lightning_pipe.intercept.torch_patches.patch import current_run
 
-# The two things that ``torch.utils.checkpoint.checkpoint`` looks up when it is called, giving its function first: users
-# have imported it before. The second has a new name in torch 2.15, where the older one leads to it.
+# What ``torch.utils.checkpoint.checkpoint``, which users have imported before, looks up when it is called, giving its
+# function first. It has a new name in torch 2.15, where the older one leads to it.
 _OTHER = "_checkpoint_without_reentrant_generator"
 if hasattr(torch_checkpoint, f"{_OTHER}_impl"):
     _OTHER += "_impl"
-_reentrant = torch_checkpoint.CheckpointFunction
 _other = getattr(torch_checkpoint, _OTHER)
 
 _local = threading.local()
@@ -85,19 +84,6 @@ def _passes_over() -> bool:
     return True
 
 
-class _Reentrant(_reentrant):
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        run = current_run()
-        if run is not None and not (run.surroundings.inside or run.tracker.function):
-            raise CutError(
-                "a checkpoint with use_reentrant=True stands outside layers: it computes without gradients at first, "
-                "and none would come back over a cut.",
-                hint="Use use_reentrant=False; inside layers both work.",
-            )
-        return _reentrant.apply(*args)  # type: ignore[no-untyped-call]
-
-
 def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
     if _passes_over():
         yield
@@ -119,8 +105,5 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
         run.surroundings.checkpoint = None
 
 
-CHECKPOINTS = (
-    (torch_checkpoint, "CheckpointFunction", _Reentrant),
-    (torch_checkpoint, _OTHER, _without_reentrant),
-)
+CHECKPOINTS = ((torch_checkpoint, _OTHER, _without_reentrant),)
 """While it is installed, checkpoints look whether a stage waits."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.torch_functions import leaves_of
@@ -68,7 +69,14 @@ def _is_internal(cls: type[Function]) -> bool:
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     run, apply, name = current_run(), _original.__get__(None, cls), f"{cls.__name__}.apply"
-    if _is_internal(cls) or (run is not None and (run.surroundings.inside or run.tracker.function)):
+    outside = run is None or not (run.surroundings.inside or run.tracker.function)
+    if cls is CheckpointFunction and run is not None and outside:
+        raise CutError(
+            "a checkpoint with use_reentrant=True stands outside layers: it computes without gradients at first, and "
+            "none would come back over a cut.",
+            hint="Use use_reentrant=False; inside layers both work.",
+        )
+    if _is_internal(cls) or not outside:
         return apply(*args, **kwargs)
     if run is None:
         return run_again(apply, args, kwargs)
