@@ -143,9 +143,8 @@ class Stages:
             partial(batch.streams.isolated, micro_batch),
             self.interceptor.cache,
             training=batch.training,
-            alone=batch.undisturbed,
-            thorough=batch.thorough,
         )
+        run.tracker.alone, run.tracker.digest.thorough = batch.undisturbed, batch.thorough
         # A tensor that the path names but that was not sent has no value here, and gets no gradient.
         received = inbound.differentiable if inbound else ()
         inputs = batch.slice(micro_batch)

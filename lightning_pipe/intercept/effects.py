@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,6 +18,9 @@ from lightning_pipe.intercept.objects import content_of, objects_of, same_conten
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.tensor_state import same_objects, version_of
 from lightning_pipe.torch_internals import tree_leaves
+
+if TYPE_CHECKING:
+    from lightning_pipe.intercept.tracker import Tracker
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
 _NOTHING = Snapshot({})
@@ -45,7 +47,6 @@ class Watch:
         module: the module.
         arguments: the positional ones, then the keywords' values.
         leaves: their leaves.
-        objects: whether other ranks can be shown what changes in objects among the arguments.
 
     Attributes:
         seeks: whether attributes are looked for.
@@ -53,25 +54,17 @@ class Watch:
         foreign: those of modules that it reaches and that are no parts of it, by their names.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        arguments: Sequence[Any],
-        leaves: Sequence[Any],
-        *,
-        objects: bool = False,
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, arguments: Sequence[Any], leaves: Sequence[Any]) -> None:
         self.name, self.module = name, module
         self.containers = list(containers_in(arguments))
         self._contents = [_contents(container) for container in self.containers]
-        self._objects, self._shown = objects_of(leaves), objects
+        self._objects = objects_of(leaves)
         self._states = [content_of(each) for each in self._objects]
         self.seeks, self.kept, self.foreign = False, _NOTHING, _NOTHING
         # those that hold tensors, with the leaves before the call and their versions
         self._attributes: dict[Place, tuple[Any, list[tuple[Any, int | None]]]] = {}
 
-    def seek(self, foreign: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
+    def seek(self, foreign: Mapping[str, nn.Module]) -> None:
         """Look for attributes from now on.
 
         Args:
@@ -90,14 +83,8 @@ class Watch:
         for place, (_, leaves) in self._attributes.items():
             yield from ((place, leaf) for leaf, _ in leaves if isinstance(leaf, Tensor))
 
-    def effects(
-        self, derived: Callable[[Tensor], bool], come_back: Callable[[str], None] | None
-    ) -> Iterator[tuple[Effect, Any]]:
+    def effects(self, tracker: Tracker) -> Iterator[tuple[Effect, Any]]:
         """What has changed since, with the list, dictionary or attribute that it is, or the tensors of an object.
-
-        Args:
-            derived: whether a tensor comes from a layer or a parameter; other stages know of such a change by itself.
-            come_back: ends a step that may have several passes where objects have changed; see `Tracker`.
 
         Raises:
             CutError: an argument of another kind has changed, or a tensor that the module keeps has in place.
@@ -108,16 +95,14 @@ class Watch:
         for number, (each, before) in enumerate(zip(self._objects, self._states, strict=True)):
             if same_content(content_of(each), before):
                 continue
-            if not self._shown:
-                if come_back is not None:  # it is a cache, for instance, which is of use in such a step alone
-                    come_back(self.name)
-                raise unseen(
-                    self.name, each, "Return what changes, or pass it in a list or dictionary; switch caches off."
-                )
+            if not tracker.shows_objects:
+                if tracker.come_back is not None:  # a cache, for instance, is of use in steps of several passes alone
+                    tracker.come_back(self.name)
+                raise unseen(self.name, each)
             state, tensors = state_of(self.name, each, self._objects)
             yield Effect(number, state), tensors
         if self.seeks:
-            yield from self._attribute_effects(derived)
+            yield from self._attribute_effects(tracker.numbers.derived)
 
     def kept_objects(self, effects: Iterable[Effect], leaves: Sequence[Any]) -> dict[int, Any]:
         """The objects that the call has changed, and those that it has put into them, by ``id``.
@@ -132,6 +117,7 @@ class Watch:
         return {id(each): each for each in (*changed, *(new for new in objects_of(leaves) if id(new) not in before))}
 
     def _attribute_effects(self, derived: Callable[[Tensor], bool]) -> Iterator[tuple[Effect, Any]]:
+        # of a change of what is derived other stages know by itself
         for place, value in _attributes(self.module):
             leaves = tree_leaves(value)
             former, before = self._attributes.get(place, (None, []))

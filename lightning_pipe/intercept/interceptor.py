@@ -83,7 +83,7 @@ class Interceptor:
         self._outside = list(outside_modules(module, self.layers))
         roots = [*layers, *self._outside]
         self.state = LayerState(module, roots, *places, one_pipe=one_pipe)
-        self.cache = RunCache(module, self.state, parameter_use, device)
+        self.cache = RunCache(self.state, parameter_use, device)
         self.buffers = BufferGuard(self.state.root_of)
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}

@@ -41,21 +41,20 @@ class RunCache:
     """What the runs of one rank have in common, and keep for later ones.
 
     Args:
-        module: the user's module.
         state: knows who has the attributes of layers and outside modules.
         parameter_use: the module's parameters and buffers outside layers.
         device: the device that placeholders report.
 
     Attributes:
-        module, state, parameter_use, device: as given.
+        state, parameter_use, device: as given.
         keeping: the layers and outside modules that have been seen to keep tensors as attributes.
         records: the last record of each layer.
         hooked: which parts of modules have forward hooks.
         elsewhere: by layer or outside module, what its calls change outside of it, such as globals.
     """
 
-    def __init__(self, module: nn.Module, state: LayerState, parameter_use: ParameterUse, device: torch.device) -> None:
-        self.module, self.state, self.parameter_use, self.device = module, state, parameter_use, device
+    def __init__(self, state: LayerState, parameter_use: ParameterUse, device: torch.device) -> None:
+        self.state, self.parameter_use, self.device = state, parameter_use, device
         self.keeping, self.records, self.hooked = set[str](), dict[str, CallRecord](), HookedParts()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
 
@@ -160,7 +159,7 @@ class LayerCalls:
             references.before = digest.referred(references.values())
         self._watch = None
         if self._others and given:
-            self._watch = Watch(name, module, given, arguments, objects=self.tracker.shows_objects)
+            self._watch = Watch(name, module, given, arguments)
         if references is not None or (self._others and name in self.cache.keeping):
             self._seek()
 
@@ -193,7 +192,7 @@ class LayerCalls:
         if last is not None and _again(last, tracker, result, arguments):
             tracker.numbers.bind(result, last.numbers[0])
             return last
-        left = [] if watch is None else [*watch.effects(tracker.numbers.derived, tracker.come_back)]
+        left = [] if watch is None else [*watch.effects(tracker)]
         whole = (result, [*stashed.values()], [value for _, value in left]) if stashed or left else result
         structure, leaves, new = described(whole, arguments)
         for leaf in leaves:
@@ -275,7 +274,7 @@ class LayerCalls:
 
     def _may_change(self, part: nn.Module) -> bool:
         """Whether a call may change what is no part of its module: the last stage completes the step."""
-        return self._stage.last and not self.cache.state.is_computing(part)
+        return self._stage.last and part not in self.cache.state.root_of
 
     def _note_kept(self, name: str, module: nn.Module, watch: Watch) -> None:
         """Note what a call has changed in its module.
@@ -291,10 +290,10 @@ class LayerCalls:
             if again and not (self.tracker.alone or state.one_pipe or _is_for_now(place, part, watch)):
                 raise in_several_pipes(state.written(part, place[1]), f"'{name}'")
             if changed := [each for each in altered if not isinstance(each, Tensor)]:
-                others = [each for each in self.cache.module.named_modules() if not self._may_change(each[1])]
+                others = [each for each in state.modules.items() if not self._may_change(each[1])]
                 check_not_shared(name, module, place, changed, others)
         for (other, attribute), *_ in watch.foreign.altered():
-            if not self._may_change(self.cache.module.get_submodule(other)):
+            if not self._may_change(state.modules[other]):
                 raise changed_elsewhere(name, written(other, attribute))
 
     def _check_unchanged(self, name: str, module: nn.Module, values: Sequence[Tensor]) -> None:
@@ -325,10 +324,10 @@ class LayerCalls:
         """Look for attributes, and note that the call may use the tensors that its module keeps."""
         if self._running is None or (self._watch is not None and self._watch.seeks):
             return
-        watch = self._watch = self._watch or Watch(*self._running, (), (), objects=self.tracker.shows_objects)
+        watch = self._watch = self._watch or Watch(*self._running, (), ())
         reached = () if self._references is None else self._references.reached
-        parts = self.cache.module.named_modules() if reached else ()
-        watch.seek({name: part for name, part in parts if part in reached and is_own(part)})
+        parts = self.cache.state.modules if reached else {}
+        watch.seek({name: part for name, part in parts.items() if part in reached and is_own(part)})
         numbers = (self.tracker.numbers.of(tensor) for _, tensor in watch.attributes())
         self.tracker.used.update(number for number in numbers if number is not None)
 

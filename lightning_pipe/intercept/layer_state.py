@@ -178,10 +178,6 @@ class LayerState:
         stage = self.stages.get(name)
         return stage is not None and stage == self.stages.get(self.root_of.get(part, ""))
 
-    def is_computing(self, part: nn.Module) -> bool:
-        """Whether a module is a part of a layer or outside module."""
-        return part in self.root_of
-
     def written(self, part: nn.Module, attribute: str) -> str:
         """An attribute as code writes it."""
         return written(self._names.get(id(part), ""), attribute)
@@ -239,7 +235,7 @@ class LayerState:
         if not (attribute == "training" or part in self.root_of):
             return
         key, former = (part, attribute), now(part, attribute)
-        if self.is_kept(*key) and run.is_behind(self.root_of[part]):
+        if self.is_kept(*key) and self._is_behind(run, self.root_of[part]):
             raise CutError(
                 f"the step changes `{self.written(*key)}` behind the layers of its stage, which keeps it and does not "
                 "run this code.",
@@ -253,6 +249,15 @@ class LayerState:
         self.set_by_run.setdefault(key, former)
         self.note_former(*key)
         run.tracker.digest.count(self.written(*key), value)
+
+    def _is_behind(self, run: StageRun | TurnRun, name: str) -> bool:
+        """Whether the step is behind the stage that runs a layer or outside module, which does not come here."""
+        stage, latest = self.stages.get(name), 0
+        for called in map(self.root_of.__getitem__, (*run.skipped_layers.modules, *run.layer_calls.ran)):
+            if called == name and stage is None:  # an outside module runs where it is called first
+                stage = latest
+            latest = self.stages.get(called, latest)
+        return run.stage_here is not None and (stage or 0) < latest
 
     def check_called(self, name: str, root: nn.Module) -> None:
         """The call of a module is answered: its stage has what was there before the batch, or what this run has set.

@@ -25,7 +25,6 @@ from lightning_pipe.torch_internals import tree_flatten
 _PLAIN = (bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, dict)
 _NO_OBJECTS = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
-_UNSEEN = "Return what changes, or pass it in a list or dictionary of tensors, numbers and strings."
 
 
 def state_of(name: str, changed: Any, objects: Sequence[Any]) -> tuple[bytes, list[Tensor]]:
@@ -41,17 +40,13 @@ def state_of(name: str, changed: Any, objects: Sequence[Any]) -> tuple[bytes, li
             pickled.
     """
     if isinstance(changed, _CONTAINERS):
-        raise unseen(name, changed, _UNSEEN)
+        raise unseen(name, changed)
     file = io.BytesIO()
     pickler = _Pickler(file, {id(each): number for number, each in enumerate(objects)})
     try:
         pickler.dump(dict(attributes_of(changed)))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise CutError(
-            f"'{name}' changes its argument of type {type(changed).__qualname__}, which other stages cannot see: "
-            f"{error}",
-            hint=_UNSEEN,
-        ) from error
+        raise unseen(name, changed, f": {error}") from error
     return file.getvalue(), pickler.tensors
 
 
@@ -107,10 +102,13 @@ def content_of(value: Any) -> Content:
     return structure, [(leaf, version_of(leaf)) for leaf in leaves]
 
 
-def unseen(name: str, changed: Any, hint: str) -> CutError:
+def unseen(name: str, changed: Any, why: str = ".") -> CutError:
     """A call changes an object that it is given."""
     kind = type(changed).__qualname__
-    return CutError(f"'{name}' changes its argument of type {kind}, which other stages cannot see.", hint)
+    return CutError(
+        f"'{name}' changes its argument of type {kind}, which other stages cannot see{why}",
+        hint="Return what changes, or pass it in a list or dictionary of tensors, numbers and text; switch caches off.",
+    )
 
 
 def same_content(one: Content, other: Content) -> bool:

@@ -105,7 +105,7 @@ class References:
         for part, path in self._own.items():
             yield from (((path, name), value) for name, value in self._attributes(part) if _is_compared(value))
         for number, part in enumerate(each for each in self.reached if not self._state.same_stage(self._name, each)):
-            computing = self._state.is_computing(part)
+            computing = part in self._state.root_of
             tensors = {} if computing else part._buffers
             for name, value in (
                 *self._attributes(part),

@@ -70,20 +70,6 @@ class CallNumbers:
         self.behind, self._latest = "", ""
         self._calls: dict[int, int] = {}
         self._passes, self._at = 0, 0
-        self._outside: dict[str, str] = {}
-
-    def note_outside(self, name: str) -> None:
-        """An outside module is called."""
-        self._outside.setdefault(name, self._latest)
-
-    def is_behind(self, name: str, stages: Mapping[str, int]) -> bool:
-        """Whether a layer of a later stage has been called than the one that runs a layer, or outside module.
-
-        Args:
-            name: of the layer or outside module.
-            stages: by the names of layers, their stages.
-        """
-        return stages.get(self._outside.get(name, name), 0) < stages.get(self._latest, 0)
 
     def next(self, layer: int) -> tuple[int, int]:
         """The layer that is called now among those of all passes, and the key of the call's random stream.

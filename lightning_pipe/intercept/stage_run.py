@@ -75,8 +75,6 @@ class StageRun:
         cache: what runs have in common, and earlier ones have kept.
         training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
             stage, where this run then ends.
-        alone: whether no other micro-batch is under way, which could read what this one changes.
-        thorough: whether what the code of layers names is compared.
 
     Attributes:
         repeats: whether the step has come back to an earlier stage, or has run ahead of what it computes with.
@@ -95,8 +93,6 @@ class StageRun:
         cache: RunCache,
         *,
         training: bool = True,
-        alone: bool = False,
-        thorough: bool = False,
     ) -> None:
         self.stage, self.training, self.repeats = stage, training, False
         self.pending, self._begin = inbound, 0
@@ -107,13 +103,13 @@ class StageRun:
         self.whole = False
         self.skips = StepStore()
         expected = inbound.path.calls if inbound else None
-        self.tracker = Tracker(expected, isolated, cache.parameter_use, partial=not stage.all, alone=alone)
+        self.tracker = Tracker(expected, isolated, cache.parameter_use, partial=not stage.all)
         self.surroundings = self.tracker.surroundings
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
         if not (stage.all or is_recomputing()):
             self.tracker.changing = partial(check_unchanged, cache.state)
-        self.tracker.digest.thorough, self.tracker.digest.since = thorough, cache.state.since
+        self.tracker.digest.since = cache.state.since
         self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, cache)
 
@@ -121,10 +117,6 @@ class StageRun:
     def stage_here(self) -> int | None:
         """The stage; ``None``: it has all layers."""
         return None if self.stage.all else self.stage.stage
-
-    def is_behind(self, root: str) -> bool:
-        """Whether the step is behind the stage that runs a layer or outside module, which does not come here."""
-        return self._numbers.is_behind(root, self.layer_calls.cache.state.stages)
 
     @property
     def complete(self) -> bool:
@@ -219,7 +211,6 @@ class StageRun:
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
-        self._numbers.note_outside(name)
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)  # (2)
         held = self.layer_calls.cache.parameter_use.holds_all

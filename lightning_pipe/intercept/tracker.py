@@ -56,11 +56,10 @@ class Tracker(TorchFunctionMode):
         isolated: gives a context with the micro-batch's random stream of a key.
         parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
-        alone: whether no other micro-batch is under way.
 
     Attributes:
         partial: as given.
-        alone: as given.
+        alone: whether no other micro-batch is under way, which could read what this one changes.
         surroundings: what is around the code that runs now.
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
         changing: told which tensors a function is about to change in place; ``None``: nobody asks.
@@ -71,7 +70,7 @@ class Tracker(TorchFunctionMode):
     come_back: Callable[[str], None] | None = None
     changing: Callable[[Sequence[Tensor], str], None] | None = None
     function = ""
-    shows_objects = False
+    alone = shows_objects = False
 
     def __init__(
         self,
@@ -80,7 +79,6 @@ class Tracker(TorchFunctionMode):
         parameter_use: ParameterUse,
         *,
         partial: bool,
-        alone: bool,
     ) -> None:
         super().__init__()
         self.calls: list[CallRecord] = []
@@ -90,7 +88,7 @@ class Tracker(TorchFunctionMode):
         self.numbers = Numbers()
         self.digest = Digest(self.numbers, parameter_use.name_of, idle=not partial)
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
-        self.partial, self.alone, self._expected = partial, alone, expected or ()
+        self.partial, self._expected = partial, expected or ()
         self._read_before: dict[int, Tensor | None] = {}
         self.surroundings, self._parameter_use = Surroundings(isolated), parameter_use
         self._off = 0

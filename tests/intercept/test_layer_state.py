@@ -55,9 +55,10 @@ class Rank:
             complete=complete,
             stage_here=self.stage,
             tracker=SimpleNamespace(digest=digest, alone=False),
-            is_behind=lambda _: behind,
+            skipped_layers=SimpleNamespace(modules=[self.a, self.b] if behind else [self.a]),
         )
         run.layer_calls = SimpleNamespace(
+            ran=[],
             has_run=lambda part: part is self.own,
             setting=lambda run, *what: self.state.setting(run, *what) if self.state.counts(*what) else None,
         )

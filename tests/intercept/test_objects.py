@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +31,12 @@ class Watched(Watch):
         super().__init__("layer", nn.Module(), (), given)
 
     def changes(self) -> list[tuple[Any, Any, list[Tensor]]]:
-        self._shown = True
-        return [(effect.where, effect.state, left) for effect, left in self.effects(lambda _: True, None)]
+        tracker: Any = SimpleNamespace(shows_objects=True)
+        return [(effect.where, effect.state, left) for effect, left in self.effects(tracker)]
 
     def check_unchanged(self, come_back: Any = None) -> None:
-        self._shown = False
-        assert list(self.effects(lambda _: True, come_back)) == []
+        tracker: Any = SimpleNamespace(shows_objects=False, come_back=come_back)
+        assert list(self.effects(tracker)) == []
 
 
 class Named(dict[str, Any]):

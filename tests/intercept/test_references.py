@@ -60,7 +60,7 @@ def values(layer: nn.Module) -> dict[Any, Any]:
 
 def known(*same: nn.Module) -> Any:
     """Knows which modules the stage of the layer runs, and that no other module is a part of a layer."""
-    return SimpleNamespace(same_stage=lambda _, part: part in same, is_computing=lambda part: part in same)
+    return SimpleNamespace(same_stage=lambda _, part: part in same, root_of=same)
 
 
 def test_own_attributes_and_globals_that_are_named_are_found() -> None:

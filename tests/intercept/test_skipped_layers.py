@@ -22,7 +22,7 @@ NAMES = ("layers.0", "layers.1")
 
 def run_cache() -> RunCache:
     """That of a rank whose module has no layers."""
-    return RunCache(nn.Module(), LayerState(nn.Module(), []), Uses(), torch.device("cpu"))
+    return RunCache(LayerState(nn.Module(), []), Uses(), torch.device("cpu"))
 
 
 def recorded(

@@ -37,7 +37,7 @@ def tracker(
     isolated: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext(),
 ) -> Tracker:
     calls = None if expected is None else tuple(expected)
-    return Tracker(calls, isolated, uses or Uses(), partial=True, alone=False)
+    return Tracker(calls, isolated, uses or Uses(), partial=True)
 
 
 def test_calls_of_what_is_derived_are_recorded_and_numbered() -> None:

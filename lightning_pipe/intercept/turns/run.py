@@ -20,24 +20,22 @@ has drawn from them, come with what a rank tells. Key-value caches stay on the r
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from typing_extensions import override
+from torch import nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
-from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.stage_run import EndOfStage
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.turns.tracker import Mail, TurnTracker
-from lightning_pipe.skip import SkipKey, StepStore, stored_in
+from lightning_pipe.skip import StepStore, stored_in
 from lightning_pipe.torch_internals import tree_leaves
 
 
@@ -71,19 +69,15 @@ class TurnRun:
         cache: RunCache,
     ) -> None:
         self._names, self._ranks, self._last, self._mail = names, ranks, last, mail
-        self._calls_of = Counter[int]()
         self._ended = self.complete = False
         self.tracker = TurnTracker(mail, ranks[0], cache.parameter_use, isolated, generators)
-        self.skips = _FetchedSkips(self.tracker)
+        self.skips = StepStore()
         self.surroundings = self.tracker.surroundings
         # every rank is shown all calls, in their order
         self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
+        self._numbers = CallNumbers(everything)
         self.layer_calls = LayerCalls(everything, self.tracker, self.skips, cache)
-
-    def is_behind(self, root: str) -> bool:
-        """Whether the step is behind what runs a layer or outside module: all ranks run all of it."""
-        return False
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step. Returns what it returned on the rank whose result counts, ``None`` elsewhere."""
@@ -121,12 +115,11 @@ class TurnRun:
 
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
-        key = number + len(self._names) * self._calls_of[number]
-        self._calls_of[number] += 1
+        _, key = self._numbers.next(number)
         self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(self._names[number], layer, args, kwargs)
-        return self.layer_calls.run(self._names[number], key, layer, forward, args, kwargs)
+        return self._run(self._names[number], key, layer, forward, args, kwargs)
 
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -136,19 +129,9 @@ class TurnRun:
         self.tracker.pass_to(self._mail.place(name, held, self.tracker.turn.holder), leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)
-        return self.layer_calls.run(name, key, module, forward, args, kwargs)
+        return self._run(name, key, module, forward, args, kwargs)
 
-
-class _FetchedSkips(StepStore):
-    """What layers have stashed: a value that another rank has is fetched when it is popped."""
-
-    def __init__(self, tracker: TurnTracker) -> None:
-        super().__init__()
-        self._tracker = tracker
-
-    @override
-    def end(self, key: SkipKey) -> Tensor | None:
-        tensor = super().end(key)
-        if isinstance(tensor, Placeholder):
-            self._tracker.touch([tensor], key.name)
-        return tensor
+    def _run(self, name: str, *call: Any) -> Any:
+        # what has been stashed on other ranks it may pop
+        self.tracker.touch([each for each in self.skips.values() if isinstance(each, Placeholder)], name)
+        return self.layer_calls.run(name, *call)

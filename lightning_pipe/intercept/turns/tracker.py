@@ -56,7 +56,7 @@ class TurnTracker(Tracker):
         generators: of the random numbers that all ranks draw alike.
     """
 
-    shows_objects = True
+    alone = shows_objects = True
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class TurnTracker(Tracker):
         isolated: Callable[..., AbstractContextManager[None]],
         generators: Sequence[torch.Generator],
     ) -> None:
-        super().__init__(None, isolated, parameter_use, partial=mail.ranks > 1, alone=True)
+        super().__init__(None, isolated, parameter_use, partial=mail.ranks > 1)
         self._mail, self._generators = mail, generators
         self.turn = _Turns(first, mail.rank)
         self.waiting = not self.turn.mine
