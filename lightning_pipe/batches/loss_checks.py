@@ -19,6 +19,7 @@ from lightning_pipe.engine.batch import StepFunction
 from lightning_pipe.engine.first_batch.trial_losses import TIMES, TrialLosses, parameters_whole, trial_losses
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.warn_once import WarnOnce
 
 _CHECKED = frozenset((0, 1, 3, 7, 15, 31))
@@ -88,7 +89,7 @@ class LossChecks:
             CutError: runs of the step change what is not put back, and compute with that.
         """
         unknown = Verdict(fitting=batch.candidates or None)
-        if pipeline.executor.stages.interceptor.compiled:
+        if any(map(is_compiled, pipeline.module.modules())):
             return unknown
         with parameters_whole(pipeline):
             if len(batch.parts) == 1:

@@ -88,7 +88,6 @@ class Interceptor:
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
         self._wrappers: dict[int, Callable[..., Any]] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
-        self._hides_compiled = False
         ids = {id(layer) for layer in self.layers}
         self._encoders = [
             part
@@ -133,14 +132,8 @@ class Interceptor:
             finally:
                 self._patched = False
 
-    @property
-    def compiled(self) -> bool:
-        """Whether any part of the module is compiled. To be asked while the wrappers are on."""
-        return self._hides_compiled or any(map(is_compiled, self.module.modules()))
-
     def _places(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """What stands in modules while steps run, each in place before the next is asked for."""
-        self._hides_compiled = False
         for module, forward in chain(
             ((layer, self._wrapper(number, name, layer)) for number, (name, layer) in enumerate(self._named)),
             ((each, self._wrapper(-2 - position, name, each)) for position, (name, each) in enumerate(self._outside)),
@@ -148,7 +141,6 @@ class Interceptor:
         ):
             yield module, "forward", forward
             if is_compiled(module):
-                self._hides_compiled = True
                 yield module, "_compiled_call_impl", None  # the wrapper calls what is compiled
 
     def _wrapper(self, key: int, name: str, module: nn.Module) -> Callable[..., Any]:
