@@ -24,7 +24,6 @@ from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS,
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.patch import current_run, running
-from lightning_pipe.intercept.turns.run import TurnRun
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
 
@@ -167,7 +166,7 @@ class Interceptor:
         made = self._wrappers[key] = interrupting(update_wrapper(wrapper, module.forward, updated=()))
         return made
 
-    def follow(self, run: StageRun | TurnRun, step: Callable[[], Any]) -> Any:
+    def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
         """Run the user's step; its calls of layers go to ``run``."""
         with running(run), self.state.of_run(run):
             return run.run(step)

@@ -34,7 +34,6 @@ from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
-    from lightning_pipe.intercept.turns.run import TurnRun
 
 
 class RunCache:
@@ -247,7 +246,7 @@ class LayerCalls:
         """Whether a part of a layer or an outside module has run."""
         return any(each is part for module in self.ran for each in module.modules())
 
-    def setting(self, run: StageRun | TurnRun, part: nn.Module, name: str, value: Any) -> None:
+    def setting(self, run: StageRun, part: nn.Module, name: str, value: Any) -> None:
         """The step's own code, or the layer or module that runs now, is about to set an attribute of a module.
 
         A module that has set nothing in thorough runs is not searched in others: it is now, while all is as it was.

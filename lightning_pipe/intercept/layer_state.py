@@ -50,7 +50,6 @@ from lightning_pipe.intercept.snapshot import MISSING, Change, Snapshot, is_comp
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
-    from lightning_pipe.intercept.turns.run import TurnRun
 
 _kept: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 """What the calls of modules have changed in them: a second Trainer finds what the first one has left."""
@@ -226,7 +225,7 @@ class LayerState:
         data = attribute == "training" or is_compared(attribute)
         return data and id(part) in self._names and not isinstance(value, nn.Module | nn.Parameter | Callable)
 
-    def setting(self, run: StageRun | TurnRun, part: nn.Module, attribute: str, value: Any) -> None:
+    def setting(self, run: StageRun, part: nn.Module, attribute: str, value: Any) -> None:
         """The step's own code is about to set an attribute of a module.
 
         Raises:
@@ -250,7 +249,7 @@ class LayerState:
         self.note_former(*key)
         run.tracker.digest.count(self.written(*key), value)
 
-    def _is_behind(self, run: StageRun | TurnRun, name: str) -> bool:
+    def _is_behind(self, run: StageRun, name: str) -> bool:
         """Whether the step is behind the stage that runs a layer or outside module, which does not come here."""
         stage, latest = self.stages.get(name), 0
         for called in map(self.root_of.__getitem__, (*run.skipped_layers.modules, *run.layer_calls.ran)):
@@ -277,7 +276,7 @@ class LayerState:
                 )
 
     @contextmanager
-    def of_run(self, run: StageRun | TurnRun) -> Iterator[None]:
+    def of_run(self, run: StageRun) -> Iterator[None]:
         """Around a run of the step: one that ends early puts back what it has set.
 
         Raises:
@@ -311,12 +310,12 @@ class LayerState:
             else:
                 self._hide(part, attribute)
 
-    def _put_back(self, run: StageRun | TurnRun) -> None:
+    def _put_back(self, run: StageRun) -> None:
         for (part, attribute), former in self.set_by_run.items():
             if not (self.is_kept(part, attribute) and run.layer_calls.has_run(part)):
                 put(part, attribute, former)
 
-    def _of_others(self, run: StageRun | TurnRun) -> list[Key]:
+    def _of_others(self, run: StageRun) -> list[Key]:
         """What the other stages of this rank keep: they may be ahead, or behind."""
         stage = run.stage_here
         return [] if stage is None else [key for key in self._known if self._run_here.get(key[0], stage) != stage]

@@ -75,6 +75,7 @@ class StageRun:
         cache: what runs have in common, and earlier ones have kept.
         training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
             stage, where this run then ends.
+        tracker: of another kind of run, which follows the code outside layers in its own way.
 
     Attributes:
         repeats: whether the step has come back to an earlier stage, or has run ahead of what it computes with.
@@ -93,6 +94,7 @@ class StageRun:
         cache: RunCache,
         *,
         training: bool = True,
+        tracker: Tracker | None = None,
     ) -> None:
         self.stage, self.training, self.repeats = stage, training, False
         self.pending, self._begin = inbound, 0
@@ -103,11 +105,11 @@ class StageRun:
         self.whole = False
         self.skips = StepStore()
         expected = inbound.path.calls if inbound else None
-        self.tracker = Tracker(expected, isolated, cache.parameter_use, partial=not stage.all)
+        self.tracker = tracker or Tracker(expected, isolated, cache.parameter_use, partial=not stage.all)
         self.surroundings = self.tracker.surroundings
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
-        if not (stage.all or is_recomputing()):
+        if not (tracker or stage.all or is_recomputing()):
             self.tracker.changing = partial(check_unchanged, cache.state)
         self.tracker.digest.since = cache.state.since
         self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
@@ -135,7 +137,7 @@ class StageRun:
         except EndOfStage:
             pass
         else:
-            self._returned(result)
+            self.returned(result)
         finally:
             self.skipped_layers.restore()
         self.check_copies()
@@ -168,7 +170,7 @@ class StageRun:
         if not last:
             self._cut()
 
-    def _returned(self, result: Any) -> None:
+    def returned(self, result: Any) -> None:
         """The step has returned, (6): only where it may, and what outlives it counts as used."""
         if self.pending is not None or not self.stage.last:
             missing = self.stage.next_name if self.pending is None else self.stage.first_name

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
-    from lightning_pipe.intercept.turns.run import TurnRun
 
 
 _local = threading.local()  # ``run`` is the run of the step
 
 
-def current_run() -> StageRun | TurnRun | None:
+def current_run() -> StageRun | None:
     """The run of the step in this thread; where there is none a replacement does what torch does."""
     return getattr(_local, "run", None)
 
@@ -27,7 +26,7 @@ def in_module() -> bool:
 
 
 @contextmanager
-def running(run: StageRun | TurnRun) -> Iterator[None]:
+def running(run: StageRun) -> Iterator[None]:
     """While the context lasts, replacements that this thread calls follow ``run``."""
     before, _local.run = current_run(), run
     try:

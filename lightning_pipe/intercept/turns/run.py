@@ -26,20 +26,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.layer_calls import LayerCalls, RunCache
+from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.skipped_layers import SkippedLayers
-from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
-from lightning_pipe.intercept.stage_run import EndOfStage
+from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.stage_run import EndOfStage, StageRun
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.turns.tracker import Mail, TurnTracker
-from lightning_pipe.skip import StepStore, stored_in
 from lightning_pipe.torch_internals import tree_leaves
 
 
-class TurnRun:
+class TurnRun(StageRun):
     """One run of an evaluation step on one rank; see above.
 
     Args:
@@ -55,7 +54,8 @@ class TurnRun:
         complete: whether the step has returned on the rank whose result counts.
     """
 
-    whole = False
+    tracker: TurnTracker
+    complete = False
     stage_here = None
 
     def __init__(
@@ -69,31 +69,13 @@ class TurnRun:
         cache: RunCache,
     ) -> None:
         self._names, self._ranks, self._last, self._mail = names, ranks, last, mail
-        self._ended = self.complete = False
-        self.tracker = TurnTracker(mail, ranks[0], cache.parameter_use, isolated, generators)
-        self.skips = StepStore()
-        self.surroundings = self.tracker.surroundings
+        self._ended = False
+        tracker = TurnTracker(mail, ranks[0], cache.parameter_use, isolated, generators)
         # every rank is shown all calls, in their order
-        self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
-        self._numbers = CallNumbers(everything)
-        self.layer_calls = LayerCalls(everything, self.tracker, self.skips, cache)
+        super().__init__(everything, None, isolated, cache, tracker=tracker)
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Run the step. Returns what it returned on the rank whose result counts, ``None`` elsewhere."""
-        result = None
-        try:
-            with self.tracker, stored_in(self.skips):
-                result = step()
-                self.returning(result)
-        except EndOfStage:
-            return None
-        finally:
-            self.skipped_layers.restore()
-        self.skips.check_empty()
-        self.complete = True
-        return result
-
+    @override
     def returning(self, result: Any) -> None:
         """The step is about to return ``result``; to be called where its contexts can still be told that it ended."""
         if self._ended:
@@ -102,9 +84,12 @@ class TurnRun:
         if not self.tracker.finish(self._last, tree_leaves(result)):
             raise EndOfStage
 
-    def arrive(self) -> None:
-        """Nothing is filled before it is needed."""
+    @override
+    def returned(self, result: Any) -> None:
+        self.skips.check_empty()
+        self.complete = True
 
+    @override
     def check_backward(self, outputs: Any, inputs: Any) -> None:
         """A backward pass begins inside the step."""
         if not self.surroundings.inside:
@@ -113,6 +98,7 @@ class TurnRun:
                 hint="Take derivatives inside one layer, or use one device.",
             )
 
+    @override
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         _, key = self._numbers.next(number)
@@ -121,6 +107,7 @@ class TurnRun:
             return self.skipped_layers.answer(self._names[number], layer, args, kwargs)
         return self._run(self._names[number], key, layer, forward, args, kwargs)
 
+    @override
     def call_module(
         self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
