@@ -47,7 +47,7 @@ def apply(changes: Sequence[Change], state: LayerState) -> None:
     """Make changes that another rank's step made.
 
     Args:
-        changes: those that are `portable` there.
+        changes: those there, which can travel.
         state: knows the modules.
     """
     for change in changes:
@@ -60,28 +60,29 @@ def apply(changes: Sequence[Change], state: LayerState) -> None:
     state.adopt(changes)
 
 
-def portable(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
-    """The changes that can travel to other processes, and the names of those that cannot.
+def check_portable(changes: Iterable[Change]) -> None:
+    """See whether changes can travel to other processes.
 
     Raises:
-        CutError: an attribute is a tensor that this stage has not got.
+        CutError: an attribute is a tensor that this stage has not got, or something that cannot be pickled.
     """
-    kept: list[Change] = []
-    lost: list[str] = []
     for change in changes:
         try:
             if type(change.value) is not Tensor and not isinstance(change.value, int | float | str | None):
                 pickle.dumps(change.value)
-            kept.append(change)
         except CutError as error:
             raise CutError(
                 f"the step sets `self.{name_of(change)}` to a tensor that an earlier stage has and did not send: in "
                 "earlier batches of this shape nothing kept or used it.",
                 hint=f"Set `self.{name_of(change)}` in every batch, or to a value: float(…).",
             ) from error
-        except Exception:
-            lost.append(name_of(change))
-    return kept, lost
+        except Exception as error:
+            raise CutError(
+                f"the step sets `self.{name_of(change)}` to something that cannot be pickled, so other ranks cannot "
+                "have it.",
+                hint="Set it outside of the step, on all ranks; under a Trainer in a hook such as setup or "
+                "on_train_batch_start.",
+            ) from error
 
 
 def name_of(change: Change) -> str:

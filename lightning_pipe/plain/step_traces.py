@@ -18,7 +18,7 @@ from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import in_several_pipes
-from lightning_pipe.intercept.module_state import apply, name_of, portable
+from lightning_pipe.intercept.module_state import apply, check_portable, name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.intercept.torch_patches.patch import in_module
@@ -222,13 +222,8 @@ class StepTraces:
             CutError: an attribute cannot be sent.
         """
         of_layers = self.of_layers.take()
-        changes, lost = ([], []) if before is None else portable([*before.changes(), *of_layers])
-        if lost:
-            raise CutError(
-                f"the step sets `self.{lost[0]}` to something that cannot be pickled, so other ranks cannot have it.",
-                hint="Set it outside of the step, on all ranks; under a Trainer in a hook such as setup or "
-                "on_train_batch_start.",
-            )
+        changes = [] if before is None else [*before.changes(), *of_layers]
+        check_portable(changes)
         return changes
 
     def adopt(self, changes: Sequence[Sequence[Change]], before: Snapshot | None) -> None:
