@@ -23,7 +23,7 @@ from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKP
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS, called_within
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
-from lightning_pipe.intercept.torch_patches.patch import current_run, running
+from lightning_pipe.intercept.torch_patches.patch import current_run, running, under_way
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
 
@@ -151,7 +151,7 @@ class Interceptor:
             return self._wrappers[key]
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            run, forward = current_run(), self._forwards[key]
+            run, forward = under_way.run, self._forwards[key]
             if run is None:
                 return run_again(forward, args, kwargs)
             if run.surroundings.inside:

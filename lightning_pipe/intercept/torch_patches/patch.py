@@ -11,12 +11,17 @@ if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
 
 
-_local = threading.local()  # ``run`` is the run of the step
+class _UnderWay(threading.local):
+    run: StageRun | None = None
+
+
+under_way = _UnderWay()
+"""Its ``run`` is the run of the step in this thread: for the wrappers of layers, which ask for every call."""
 
 
 def current_run() -> StageRun | None:
     """The run of the step in this thread; where there is none a replacement does what torch does."""
-    return getattr(_local, "run", None)
+    return under_way.run
 
 
 def in_module() -> bool:
@@ -28,8 +33,8 @@ def in_module() -> bool:
 @contextmanager
 def running(run: StageRun) -> Iterator[None]:
     """While the context lasts, replacements that this thread calls follow ``run``."""
-    before, _local.run = current_run(), run
+    before, under_way.run = under_way.run, run
     try:
         yield
     finally:
-        _local.run = before
+        under_way.run = before
