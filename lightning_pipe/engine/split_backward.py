@@ -7,8 +7,7 @@ half goes on from there. Source: Qi et al., Zero Bubble Pipeline Parallelism, ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,66 +21,57 @@ from lightning_pipe.torch_internals import run_backward
 Gradients = tuple[Tensor | None, ...]
 
 
-@dataclass
-class SplitBackward:
-    """The two halves of one backward pass.
+def input_half(
+    results: Sequence[Tensor], gradients: Sequence[Tensor], entry: Tensor | None, *, whole: bool
+) -> Callable[[], None]:
+    """Run what the previous stage waits for.
 
     Args:
         results: what the stage computed, as far as it has gradients.
         gradients: their gradients.
         entry: the leaf through which the stage's input entered the graph; ``None`` on the first stage.
-        whole: whether the pass cannot be divided: the first half does all of it.
+        whole: whether the pass cannot be divided: this half does all of it.
+
+    Returns:
+        Runs the other half, which adds the gradients of the weights to ``parameter.grad``.
     """
+    everything = partial(backward, results, gradients)
+    if entry is None:
+        return everything
+    rest = None if whole else _divided(results, gradients, entry)
+    if rest is None:
+        everything()
+        return lambda: None
+    return rest
 
-    results: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    entry: Tensor | None
-    whole: bool
-    # by the nodes where the two parts of the graph meet: where the ways from there to weights end; and what has arrived
-    _junctions: dict[Node, list[Node]] = field(default_factory=dict)
-    _arrived: dict[Node, Gradients] = field(default_factory=dict)
-    _apart: list[bool] = field(default_factory=list)
 
-    def input_half(self) -> None:
-        """Run what the previous stage waits for."""
-        if self.entry is None:
-            return
-        if not self.whole:
-            self._divide(self.entry)
-        if self.whole:
-            backward(self.results, self.gradients)
+def _divided(results: Sequence[Tensor], gradients: Sequence[Tensor], entry: Tensor) -> Callable[[], None] | None:
+    """Run the way to the entry alone. Returns what runs the rest; ``None`` if all has to be walked at once."""
+    leads, junctions = _walk([_node_of(result) for result in results], _node_of(entry))
+    if junctions is None:
+        return None
+    arrived: dict[Node, Gradients] = {}
+    hooks = {node: node.register_prehook(partial(arrived.__setitem__, node)) for node in junctions}
+    try:
+        # A junction runs in both halves, and with it would the user's hooks.
+        if any(map(_has_others, hooks, hooks.values())):
+            return None
+        apart = [not leads[_node_of(result)] for result in results]
+        if not all(apart):  # else nothing leads to the input, and the second half does all
+            backward(results, gradients, retain_graph=True, inputs=[entry])
+    finally:
+        for hook in hooks.values():
+            hook.remove()
 
-    def _divide(self, entry: Tensor) -> None:
-        """Run the way to the entry alone, unless that has to be walked with the rest."""
-        leads, junctions = _walk([_node_of(result) for result in self.results], _node_of(entry))
-        hooks = {node: node.register_prehook(partial(self._arrived.__setitem__, node)) for node in junctions or ()}
-        try:
-            # A junction runs in both halves, and with it would the user's hooks.
-            self.whole = junctions is None or any(map(_has_others, hooks, hooks.values()))
-            if self.whole or junctions is None:
-                return
-            self._junctions = junctions
-            self._apart = [not leads[_node_of(result)] for result in self.results]
-            if not all(self._apart):  # else nothing leads to the input, and the second half does all
-                backward(self.results, self.gradients, retain_graph=True, inputs=[entry])
-        finally:
-            for hook in hooks.values():
-                hook.remove()
-
-    def weight_half(self) -> None:
-        """Add the gradients of the weights to ``parameter.grad``."""
-        if self.entry is None:
-            backward(self.results, self.gradients)
-            return
-        if self.whole:
-            return
+    def rest() -> None:
         # Graphs may be walked several times here; what they hold goes when the whole pass is dropped.
-        for result, gradient, apart in zip(self.results, self.gradients, self._apart, strict=True):
-            if apart:
+        for result, gradient, alone in zip(results, gradients, apart, strict=True):
+            if alone:
                 backward([result], [gradient], retain_graph=True)
-        for node, gradients in self._arrived.items():
-            _finish(node, self._junctions[node], gradients)
-        self._arrived.clear()
+        for junction, gradients_there in arrived.items():
+            _finish(junction, junctions[junction], gradients_there)
+
+    return rest
 
 
 def _walk(roots: Sequence[Node], entry: Node) -> tuple[dict[Node, bool], dict[Node, list[Node]] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
-from lightning_pipe.engine.split_backward import SplitBackward, backward
+from lightning_pipe.engine.split_backward import backward, input_half
 from lightning_pipe.errors import ConfigurationError, CutError, PipeError
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.crossing import Crossing, Returned
@@ -41,7 +41,7 @@ class Saved:
         loss: the weighted loss, on the last stage.
         used: the numbers of the received tensors that were used.
         whole: whether the backward pass cannot be divided into halves.
-        split: the backward pass between its two halves.
+        rest: the half of the backward pass that is still to run.
     """
 
     inbox: Incoming | None
@@ -50,7 +50,7 @@ class Saved:
     loss: Tensor | None
     used: set[int]
     whole: bool
-    split: SplitBackward | None = None
+    rest: Callable[[], None] | None = None
 
     def returned(self) -> dict[int, Tensor]:
         """By number, the gradients of what was received, once the backward pass has run."""
@@ -62,7 +62,7 @@ class Saved:
 
     def release(self) -> None:
         """Let go of the graph, whose backward pass has run: freeing it is a part of the stage's time."""
-        self.inbox = self.loss = self.split = None
+        self.inbox = self.loss = self.rest = None
         self.outbound.clear()
 
 
@@ -190,8 +190,7 @@ class Stages:
                     backward(results, arrived)
                 else:
                     entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
-                    saved.split = SplitBackward(results, arrived, entry, saved.whole)
-                    saved.split.input_half()
+                    saved.rest = input_half(results, arrived, entry, whole=saved.whole)
         returned = saved.returned()
         if whole:
             saved.release()
@@ -199,9 +198,9 @@ class Stages:
 
     def backward_weight(self, saved: Saved) -> None:
         """The gradients of the weights."""
-        if saved.split is not None:
+        if saved.rest is not None:
             with _telling():
-                saved.split.weight_half()
+                saved.rest()
         saved.release()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.engine.split_backward import SplitBackward
+from lightning_pipe.engine.split_backward import input_half
 
 
 def chain(weights: nn.ModuleList, x: Tensor) -> Tensor:
@@ -38,12 +38,11 @@ def test_halves_equal_the_whole(run: Callable[[nn.ModuleList, Tensor], Tensor], 
     result = run(weights, entry)
     if hooked:
         getattr(result.grad_fn, hooked)(lambda *_: calls.append(1))
-    halves = SplitBackward([result], [gradient], entry, whole=False)
-    halves.input_half()
+    weight_half = input_half([result], [gradient], entry, whole=False)
     torch.testing.assert_close(entry.grad, expected[0])
     if not (hooked or run is shared):  # with a hook where both halves meet, or a weight twice, the pass stays whole
         assert all(p.grad is None for p in weights.parameters())
-    halves.weight_half()
+    weight_half()
     for parameter, truth in zip(weights.parameters(), expected[1:], strict=True):
         assert (parameter.grad is None) == (truth is None)
         if truth is not None:
