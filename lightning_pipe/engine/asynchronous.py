@@ -94,7 +94,7 @@ class AsynchronousPipeline:
         Raises:
             ConfigurationError: the number of micro-batches is another one than the schedule's.
         """
-        batch = self._pipeline.batch(step, micro_batches, weights, seed, training=True)
+        batch = self._pipeline.batch(step, micro_batches, seed, weights)
         if self._calls != self._arrived:
             raise ConfigurationError(
                 "The pipeline is being drained.", hint="Go on until `drain` ends, then begin the next batch."

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.schedules.dependencies import in_one
 from lightning_pipe.simulate import Event
 
+T = TypeVar("T")
 Prepared = tuple[Action, Callable[[], None]]
 """An action, and what runs it."""
 
@@ -218,18 +219,24 @@ class Executor:
 
     # ------------------------------------------------------------------ compute
 
-    def _forward(self, action: Action, here: StageKey, *, again: bool = False) -> None:
-        inbound = self._collect(here)  # waits; the time that follows is the stage's own
+    def _computed(self, action: Action, here: StageKey, run: Callable[..., T], given: Any = None) -> T:
+        """What an action computes, in its time, with the weights of its batch."""
         batch, index = self.batches[here.micro_batch]
         start = self.clock()
+        # in a backward pass as well: a layer that checkpoints itself runs again there
         with batch.using(here.stage, index):
-            if again:
-                self.kept[here], crossings = self.stages.forward_again(here.stage, index, batch, inbound)
-            else:
-                saved, crossings = self.stages.forward(here.stage, index, batch, inbound)
-                if batch.training:
-                    self._save(here, saved)
+            result = run(here.stage, index, batch, given)
         self._note(action, start)
+        return result
+
+    def _forward(self, action: Action, here: StageKey, *, again: bool = False) -> None:
+        inbound = self._collect(here)  # waits; the time that follows is the stage's own
+        if again:
+            self.kept[here], crossings = self._computed(action, here, self.stages.forward_again, inbound)
+        else:
+            saved, crossings = self._computed(action, here, self.stages.forward, inbound)
+            if self.batches[here.micro_batch][0].training:
+                self._save(here, saved)
         self._leave(here, crossings)
 
     def _joint_forward(self, pair: Sequence[Action]) -> None:
@@ -270,11 +277,7 @@ class Executor:
         return inbound
 
     def _recompute(self, action: Action, here: StageKey) -> None:
-        batch, index = self.batches[here.micro_batch]
-        start = self.clock()
-        with batch.using(here.stage, index):
-            self._save(here, self.stages.recompute(here.stage, index, batch, self.kept.pop(here)))
-        self._note(action, start)
+        self._save(here, self._computed(action, here, self.stages.recompute, self.kept.pop(here)))
 
     def _backward(self, action: Action, here: StageKey) -> None:
         gradients: dict[int, Tensor] = {}
@@ -287,24 +290,16 @@ class Executor:
             # A tensor leaves for one later stage alone, so no number comes back twice.
             gradients |= received.gradients
             used |= received.used
-        batch, index = self.batches[here.micro_batch]
-        start = self.clock()
-        # a layer that checkpoints itself runs again in its backward pass
-        with batch.using(here.stage, index):
-            whole = action.kind is Kind.BACKWARD
-            saved = self.saved.pop(here) if whole else self.saved[here]  # for BACKWARD_WEIGHT
-            returned = self.stages.backward(saved, Returned(gradients, used), whole=whole)
-        self._note(action, start)
+        whole, came = action.kind is Kind.BACKWARD, Returned(gradients, used)
+        saved = self.saved.pop(here) if whole else self.saved[here]  # for BACKWARD_WEIGHT
+        returned = self._computed(action, here, lambda *_: self.stages.backward(saved, came, whole=whole))
         # A tensor comes from one earlier stage alone, and the numbers of the others mean nothing to a stage.
         for stage in self.earlier[here.stage]:
             self.gradients[BoundaryKey(here.pipe, stage, here.micro_batch, here.stage)] = returned
 
     def _backward_weight(self, action: Action, here: StageKey) -> None:
-        batch, index = self.batches[here.micro_batch]
-        start = self.clock()
-        with batch.using(here.stage, index):
-            self.stages.backward_weight(self.saved.pop(here))
-        self._note(action, start)
+        saved = self.saved.pop(here)
+        self._computed(action, here, lambda *_: self.stages.backward_weight(saved))
 
     # ------------------------------------------------------------------ messages
 

@@ -166,7 +166,7 @@ class Pipeline(PartitionedModule):
         # Nothing is reduced while the first batch runs: who holds what outside the layers is known at its end.
         first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
         buffers = buffer_values(self.module) if first else {}
-        batch = self.batch(step, micro_batches, weights, seed, training=True)
+        batch = self.batch(step, micro_batches, seed, weights)
         batch.cut = cut
         if (sharded := self.reductions.sharded) is not None:
             batch.using = lambda stage, _: sharded.whole(stage % len(self.stage_layers))
@@ -201,7 +201,7 @@ class Pipeline(PartitionedModule):
             turns: let the ranks take turns, one computing at a time, so that the step may call layers again.
             again: whether the batch has run in a stream before.
         """
-        batch = self.evaluation_batch(step, parts, seed)
+        batch = self.batch(step, parts, seed)
         batch.again = again
         if turns:
             with self.running(batch.streams, caches=True):
@@ -210,12 +210,6 @@ class Pipeline(PartitionedModule):
             results = run_whole(self, batch) if self.whole else self._run(batch)
         self.commit_evaluated()
         return None if batch.repeats else results
-
-    def evaluation_batch(self, step: StepFunction, micro_batches: Sequence[Any], seed: int) -> Batch:
-        """The batch of an evaluation; see `evaluate`."""
-        if self.asynchronous is not None and self.asynchronous.in_flight:
-            raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
-        return self.batch(step, micro_batches, [1.0] * len(micro_batches), seed, training=False)
 
     def commit_evaluated(self) -> None:
         """End the batch of an evaluation for norms in training mode: they learn as on one device."""
@@ -265,16 +259,15 @@ class Pipeline(PartitionedModule):
         return batch.results
 
     def batch(
-        self,
-        step: StepFunction,
-        micro_batches: Sequence[Any],
-        weights: Sequence[float],
-        seed: int,
-        training: bool,
+        self, step: StepFunction, micro_batches: Sequence[Any], seed: int, weights: Sequence[float] | None = None
     ) -> Batch:
-        """The object that goes down to the stages."""
+        """The object that goes down to the stages: of a training batch with ``weights``, else of an evaluation."""
+        training = weights is not None
+        weights = [1.0] * len(micro_batches) if weights is None else weights
         if not micro_batches or len(micro_batches) != len(weights):
             raise ConfigurationError(f"{len(micro_batches)} micro-batches came with {len(weights)} weights.")
+        if not training and self.asynchronous is not None and self.asynchronous.in_flight:
+            raise ConfigurationError("Batches are in flight.", hint="Drain the pipeline before an evaluation.")
         # What a step does depends on these as well: a plan made in training is none for an evaluation. There the step
         # may change the mode, and batches begin on some ranks before others have done so.
         transport, autocast = self.transport, torch.is_autocast_enabled(self.transport.device.type)

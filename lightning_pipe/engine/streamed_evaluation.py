@@ -82,7 +82,7 @@ class StreamedEvaluation:
             batch: the batch, whole.
             seed: the seed of its random streams.
         """
-        made = self._pipeline.evaluation_batch(step, [batch], seed)
+        made = self._pipeline.batch(step, [batch], seed)
         made.ahead = True
         self._executor.begin(made, number)
         return made

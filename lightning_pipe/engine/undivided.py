@@ -39,7 +39,7 @@ def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: 
         seed: the seed of its random streams.
     """
     stages = pipeline.executor.stages
-    batch = pipeline.evaluation_batch(step, [micro_batch], seed)
+    batch = pipeline.batch(step, [micro_batch], seed)
     with (
         recorded(pipeline.module) as calls,
         pipeline.running(batch.streams),
