@@ -33,21 +33,15 @@ class WeightVersions:
 
     Attributes:
         newest: steps that the parameters have seen.
-        peak_held: the most versions held at once.
+        stash: by their numbers, the earlier versions that are still needed.
     """
 
     def __init__(self, module: nn.Module, ownership: Ownership) -> None:
         self._module, self._ownership = module, ownership
         self.newest = 0
-        self.peak_held = 1
         self._trained: list[nn.Parameter] = []
-        self._stash: dict[int, Memory] = {}
+        self.stash: dict[int, Memory] = {}
         self._gradients: dict[int, dict[nn.Parameter, Tensor]] = {}  # by batch
-
-    @property
-    def held(self) -> int:
-        """Versions held now: from the oldest that is still needed to the newest."""
-        return self.newest - min(self._stash, default=self.newest) + 1
 
     def begin_call(self) -> None:
         """Find the trainable parameters of this rank: hooks may have added, frozen or thawed some.
@@ -74,9 +68,9 @@ class WeightVersions:
         gradients = self._gradients.setdefault(batch, {})
         former = [(parameter, parameter.grad) for parameter in self._trained]
         memory: Memory = {}
-        for steps in sorted(self._stash, reverse=True):
+        for steps in sorted(self.stash, reverse=True):
             if steps >= version:
-                memory |= self._stash[steps]
+                memory |= self.stash[steps]
         newest = _memory_of(memory)
         for parameter, _ in former:
             parameter.grad = gradients.get(parameter)
@@ -105,17 +99,16 @@ class WeightVersions:
             oldest: the oldest version that is needed afterwards.
         """
         if oldest <= self.newest:
-            self._stash[self.newest] = _memory_of(self._trained)
+            self.stash[self.newest] = _memory_of(self._trained)
             for parameter in self._trained:
                 parameter.data = parameter.data.clone()
         self.newest += 1
-        for steps in [steps for steps in self._stash if steps < oldest]:
-            del self._stash[steps]
-        self.peak_held = max(self.peak_held, self.held)
+        for steps in [steps for steps in self.stash if steps < oldest]:
+            del self.stash[steps]
 
     def restart(self) -> None:
         """The pipeline is empty: only the newest version is left, and counted as the first."""
-        self._stash.clear()
+        self.stash.clear()
         self._gradients.clear()
         self.newest = 0
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.engine.pipeline import Pipeline
+from lightning_pipe.engine.weight_versions import WeightVersions
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.schedules import Family, OneFOneB, PipeDream, PipeDream2BW
@@ -126,13 +127,23 @@ def test_pipedream_is_not_sgd_nor_vertical_sync() -> None:
     ],
     ids=str,
 )
-def test_versions_and_activations_held_are_those_of_the_schedule(family: Family, versions: list[int]) -> None:
+def test_versions_and_activations_held_are_those_of_the_schedule(
+    family: Family, versions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     held: dict[int, tuple[int, int]] = {}
+    most: dict[WeightVersions, int] = {}
+    step = WeightVersions.step
+
+    def counted(of_rank: WeightVersions, oldest: int) -> None:
+        step(of_rank, oldest)
+        most[of_rank] = max(most.get(of_rank, 1), len(of_rank.stash) + 1)
 
     def count(pipeline: Pipeline) -> None:
         assert pipeline.asynchronous is not None
         assert not pipeline.executor.saved
-        held[pipeline.transport.rank] = pipeline.asynchronous.versions.peak_held, pipeline.executor.peak_held
+        held[pipeline.transport.rank] = most[pipeline.asynchronous.versions], pipeline.executor.peak_held
+
+    monkeypatch.setattr(WeightVersions, "step", counted)
 
     size = 4 if isinstance(family, PipeDream2BW) else 1
     pipelined(Net(), batches(6), 4, family, micro_batches=size, finish=count)

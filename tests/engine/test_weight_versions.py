@@ -29,9 +29,9 @@ def test_a_batch_computes_with_the_version_that_it_began_with() -> None:
         assert linear(torch.ones(1, 1)).item() == 1.0
     assert linear.weight is own
     assert own.item() == 5.0
-    assert (weights.held, weights.peak_held) == (2, 2)
+    assert [*weights.stash] == [0]
     weights.step(oldest=2)
-    assert weights.held == 1
+    assert not weights.stash
 
 
 def test_gradients_of_batches_are_averaged_in_the_parameter() -> None:

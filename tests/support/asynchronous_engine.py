@@ -233,7 +233,7 @@ class Rank:
                 self.losses[number] = sum(float(v) * self.weights[number][i] for i, v in results.items())
             flow = self.pipeline.asynchronous
             assert flow is not None
-            assert flow.versions.held <= flow.stream.weight_versions[self.pipeline.transport.rank]
+            assert len(flow.versions.stash) + 1 <= flow.stream.weight_versions[self.pipeline.transport.rank]
 
 
 def train(

@@ -66,7 +66,7 @@ def trained(
                 for batch, results in call.results.items():
                     add(batch, results)
                 assert pipeline.asynchronous is not None
-                held.append(pipeline.asynchronous.versions.held)
+                held.append(len(pipeline.asynchronous.versions.stash) + 1)
 
         for number, parts in enumerate(batches):
             given: Any = (lambda _, part: loss(own, part), parts, [1 / len(parts)] * len(parts))
