@@ -153,7 +153,7 @@ class PartitionedModule:
         return stages, [" and ".join(names[rank] for rank in self.holders(each)) for each in range(len(self.balance))]
 
     def evaluated_by(self, rank: int) -> list[str]:
-        """The layers that a pipeline rank runs in an evaluation whose batches are not cut: those of the first pipe."""
+        """The layers that a pipeline rank runs in an evaluation: those of the first pipe."""
         spans = enumerate(self.stage_layers)
         return [self.names[i] for stage, span in spans if self.placement[0, stage] == rank for i in span]
 

@@ -21,6 +21,7 @@ from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.partitioned_module import PartitionedModule
 from lightning_pipe.engine.skip_routes import Routes, ends_of, skip_routes
 from lightning_pipe.engine.stage import Stages
+from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.engine.turns import Turns
 from lightning_pipe.engine.undivided import run_whole
 from lightning_pipe.errors import ConfigurationError
@@ -33,7 +34,7 @@ from lightning_pipe.intercept.torch_patches.patch import current_run
 from lightning_pipe.parameters.buffer_sync import BufferSync, buffer_values
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, end_passes
 from lightning_pipe.parameters.gradient_sync import GradientSync
-from lightning_pipe.schedules import Action, forward_only, lower
+from lightning_pipe.schedules import Action, lower
 from lightning_pipe.simulate import Event, Timeline
 from lightning_pipe.transport.base import Channel, Lane
 
@@ -301,9 +302,12 @@ class Pipeline(PartitionedModule):
 
     def _lowered(self, micro_batches: int, passes: int, *, training: bool) -> tuple[Action, ...]:
         """What this rank does for a batch."""
-        schedule = self.schedule(micro_batches, passes)
-        order = schedule if training else forward_only(schedule, micro_batches)
-        return lower(order, self.skips if passes == 1 else ())[self.transport.rank]
+        if training:
+            schedule = self.schedule(micro_batches, passes)
+            return lower(schedule, self.skips if passes == 1 else ())[self.transport.rank]
+        order = StreamedEvaluation(self, self.executor if passes == 1 else self.training_executor)
+        actions = order.up_to(order.end_of(micro_batches - 1))
+        return tuple(action for action in actions if (action.micro_batch or 0) < micro_batches)
 
     @override
     def restore(self) -> None:

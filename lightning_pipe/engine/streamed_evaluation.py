@@ -1,8 +1,8 @@
 """Batches of an evaluation that follow each other through the stages: this rank's part of their endless order.
 
-A batch begins in each *round*, and goes on by one stage in each: stage s runs batch b in round b + s. A rank with
-several stages runs the latest one first, one pass in each *slot* of a round. Rank 0 has stages 0 and 2, rank 1 the
-others::
+The micro-batches of one batch keep to the same order. A batch begins in each *round*, and goes on by one stage in each:
+stage s runs batch b in round b + s. A rank with several stages runs the latest one first, one pass in each *slot* of a
+round. Rank 0 has stages 0 and 2, rank 1 the others::
 
     round    0         1         2         3         4
     rank 0        0F0       0F1  2F0  0F2  2F1  0F3  2F2  0F4
@@ -25,6 +25,7 @@ from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.schedules import Action, Kind
 
 if TYPE_CHECKING:
+    from lightning_pipe.engine.executor import Executor
     from lightning_pipe.engine.pipeline import Pipeline
 
 
@@ -33,6 +34,7 @@ class StreamedEvaluation:
 
     Args:
         pipeline: the module over the ranks.
+        executor: runs the actions; ``None``: that of evaluations.
 
     Attributes:
         ahead: how many slots behind the end of a batch a rank may run before it knows what that has brought: what it
@@ -53,10 +55,10 @@ class StreamedEvaluation:
             streamed.end()
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline, self._executor = pipeline, pipeline.executor
-        self._ranks = [pipeline.placement[0, stage] for stage in range(len(pipeline.balance))]
-        stages = range(len(self._ranks))
+    def __init__(self, pipeline: Pipeline, executor: Executor | None = None) -> None:
+        self._pipeline, self._executor = pipeline, executor or pipeline.executor
+        stages = range(len(self._executor.later))
+        self._ranks = [self._executor.placement[0, stage] for stage in stages]
         of_ranks = [[s for s in stages[::-1] if self._ranks[s] == rank] for rank in sorted({*self._ranks})]
         # by slot of a round: the stages that run in it, in the order of their ranks
         self._slots = [[stage for stage in slot if stage is not None] for slot in zip_longest(*of_ranks)]

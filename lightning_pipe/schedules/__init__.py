@@ -14,7 +14,6 @@ from lightning_pipe.schedules.families.one_f_one_b import OneFOneB
 from lightning_pipe.schedules.families.zero_bubble import InterleavedZeroBubble, ZeroBubble
 from lightning_pipe.schedules.family import Family
 from lightning_pipe.schedules.ir import Schedule
-from lightning_pipe.schedules.passes.forward_only import forward_only
 from lightning_pipe.schedules.passes.lower import lower
 from lightning_pipe.schedules.passes.recompute import with_recompute
 from lightning_pipe.schedules.registry import get, names, register
@@ -46,7 +45,6 @@ __all__ = [
     "Schedule",
     "Stream",
     "ZeroBubble",
-    "forward_only",
     "get",
     "lower",
     "names",

@@ -34,6 +34,6 @@ def test_the_reference_names_everything_that_is_public() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for name in lightning_pipe.__all__:
         assert name in page or name == "__version__", name
-    types_of_the_engine = {"Stream", "stream", "Placement", "forward_only"}
+    types_of_the_engine = {"Stream", "stream", "Placement"}
     for name in set(schedules.__all__) - types_of_the_engine:
         assert name in page, name

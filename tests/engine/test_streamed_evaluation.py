@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_pipe import schedules
+from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.errors import ScheduleError
+from lightning_pipe.partition import find_layers
+from lightning_pipe.transport.single_process import SingleProcess
 from tests.support.equality_sweep import Point, streamed
 from tests.support.model_zoo import ZOO
 from tests.support.pairs import pairs
@@ -48,6 +52,13 @@ def test_batches_equal_one_device(model: str, point: Point) -> None:
 def forwards(ran: list[list[str]]) -> list[str]:
     """What each process runs; process 0 has the last stage."""
     return [" ".join(action for action in each if action[1] == "F") for each in ran]
+
+
+def test_micro_batches_of_a_batch_follow_each_other() -> None:
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    pipeline = Pipeline(net, find_layers(net), [1, 1, 1], schedules.get("1f1b"), SingleProcess())
+    ran = " ".join(map(str, pipeline.program(3, 1, training=False)))
+    assert ran == "0F0 1F0 0F1 2F0 1F1 0F2 2F1 1F2 2F2"
 
 
 def test_batches_overlap() -> None:

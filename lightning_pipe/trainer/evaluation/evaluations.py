@@ -51,10 +51,8 @@ class Evaluations:
         self._before: list[tuple[StepOfBatch, Snapshot]] = []
         self._leaves_layers: set[str] = set()
         self._stream: EvaluationStream | None = None
-        pipeline, told = self.pipeline, list[str]()
-        if pipeline.family.pipes > 1:
-            whole = options.evaluation_micro_batches == 1
-            told = [*(pipeline.evaluated_by(pipeline.transport.rank) if whole else pipeline.names)]
+        pipeline = self.pipeline
+        told = pipeline.evaluated_by(pipeline.transport.rank) if pipeline.family.pipes > 1 else ()
         not_told = {*pipeline.names}.difference(told)
         self._copies = EvaluatedCopies(self._module, pipeline.transport, pipeline.pipeline_members, not_told)
 
@@ -100,9 +98,7 @@ class Evaluations:
             seed: of the batch's random streams; ``None``: the next one.
         """
         seed = next(self._seeds) if seed is None else seed
-        parts = self._cut(args[0])
-        # several pipes share the micro-batches of a batch; one micro-batch takes the first of them
-        ranks = self.pipeline.loss_ranks[: len(parts.parts)]
+        parts, ranks = self._cut(args[0]), self.pipeline.loss_ranks[:1]  # of several pipes the first one evaluates
         may_repeat = name not in self._in_turns
         return StepOfBatch(self.user_step, name, args, parts, seed, ranks, may_repeat=may_repeat)
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from lightning_pipe.errors import ScheduleError
-from lightning_pipe.schedules import GPipe, Kind, OneFOneB, ZeroBubble, forward_only, lower, with_recompute
+from lightning_pipe.schedules import Action, GPipe, Kind, OneFOneB, ZeroBubble, lower, with_recompute
+from lightning_pipe.schedules.family import schedule_of
 from lightning_pipe.simulate import Costs, simulate
 from tests.support.rendezvous_sends import assert_mirrored, run
 from tests.support.schedule_sweep import SWEEPS, Sweep
@@ -45,7 +46,7 @@ def test_it_stands_before_the_backward_action() -> None:
 def test_never_and_evaluation_change_nothing() -> None:
     schedule = GPipe().build(ranks=2, micro_batches=2)
     assert with_recompute(schedule, "never") is schedule
-    evaluation = forward_only(schedule, 2)
+    evaluation = schedule_of("forward", [[Action(Kind.FORWARD, 0, 0)], [Action(Kind.FORWARD, 1, 0)]])
     assert with_recompute(evaluation, "always") is evaluation
     assert with_recompute(with_recompute(schedule, "always"), "always") == with_recompute(schedule, "always")
 
