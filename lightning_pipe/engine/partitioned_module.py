@@ -117,13 +117,12 @@ class PartitionedModule:
     @property
     def loss_process(self) -> int:
         """The process that speaks for this replica: the rank with the last stage of pipe 0."""
-        return self.transport.topology.process(self.transport.replica, self.loss_ranks[0])
+        return self.transport.peers[self.loss_ranks[0]]
 
     @cached_property
     def pipeline_members(self) -> tuple[int, ...]:
         """The processes of this pipeline, sorted."""
-        topology = self.transport.topology
-        return topology.members(self.transport.replica, range(topology.ranks))
+        return tuple(sorted(self.transport.peers))
 
     @cached_property
     def roots(self) -> list[Root]:
@@ -213,7 +212,7 @@ class PartitionedModule:
     def _fetch(self, _: str, owners: tuple[int, ...], tensor: Tensor) -> Tensor:
         """The value of one owner, on all ranks of the pipeline."""
         transport, members = self.transport, self.pipeline_members
-        source = transport.topology.process(transport.replica, owners[0])
+        source = transport.peers[owners[0]]
         shape, dtype = transport.broadcast_object((tensor.shape, tensor.dtype), source, members)
         if transport.process == source:
             # Conjugated and negated views are flags on a tensor, which a message of plain bytes would lose.
@@ -231,8 +230,7 @@ class PartitionedModule:
             if not isinstance(value, Tensor):  # what get_extra_state() returns where the layer runs
                 stage = next((stage for layer, stage in self.places[0].items() if name.startswith(f"{layer}.")), None)
                 rank = self.loss_ranks[0] if stage is None else self.holders(stage)[0]
-                source = self.transport.topology.process(self.transport.replica, rank)
-                state[name] = self.transport.broadcast_object(value, source, self.pipeline_members)
+                state[name] = self.transport.broadcast_object(value, self.transport.peers[rank], self.pipeline_members)
             elif len(self.owners(name)) == self.transport.topology.ranks:
                 state[name] = value.to("cpu", copy=True)
             else:

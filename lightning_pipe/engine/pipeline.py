@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
 from itertools import pairwise
@@ -180,7 +180,7 @@ class Pipeline(PartitionedModule):
         if reduce:
             # Of later batches most are under way: `GradientSync.stage_done` starts each when its stage is done.
             self.reduce_gradients()
-        self._commit_statistics(self.norms)
+        self.commit_statistics()
         self._buffer_sync.equalise()
         if not first:  # that batch also agrees on what travels and who holds what
             self.elapsed += time.perf_counter() - start
@@ -209,12 +209,8 @@ class Pipeline(PartitionedModule):
                 results = self._turns.run(batch)
         else:
             results = run_whole(self, batch) if self.whole else self._run(batch)
-        self.commit_evaluated()
+        self.commit_statistics(evaluated=True)
         return None if batch.repeats else results
-
-    def commit_evaluated(self) -> None:
-        """End the batch of an evaluation for norms in training mode: they learn as on one device."""
-        self._commit_statistics(norm for norm in self.norms if norm.training)
 
     @cached_property
     def _turns(self) -> Turns:
@@ -337,9 +333,11 @@ class Pipeline(PartitionedModule):
             self.transport.make_groups([topology.members(each, owners) for owners in owner_sets for each in replicas])
         self.reductions.form(self.held_parameters(), self.stages_here)
 
-    def _commit_statistics(self, ended: Iterable[DeferredBatchNorm]) -> None:
-        """End the mini-batch of those of some deferred batch norms that this rank runs."""
-        buffers = [(norm, f"{self.norms[norm]}.running_mean".lstrip(".")) for norm in ended]
-        topology = self.transport.topology
-        held = [(norm, topology.holders(self.owners(name))) for norm, name in buffers if self.holds(name)]
+    def commit_statistics(self, *, evaluated: bool = False) -> None:
+        """End a mini-batch of this rank's deferred batch norms: of an evaluation, of those in training mode."""
+        held = []
+        for norm, name in self.norms.items():
+            buffer = f"{name}.running_mean".lstrip(".")
+            if (norm.training or not evaluated) and self.holds(buffer):
+                held.append((norm, self.transport.topology.holders(self.owners(buffer))))
         commit_shared(held, self.transport)

@@ -18,8 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.torch_internals import run_backward
 
-Gradients = tuple[Tensor | None, ...]
-
 
 def input_half(
     results: Sequence[Tensor], gradients: Sequence[Tensor], entry: Tensor | None, *, whole: bool
@@ -50,7 +48,7 @@ def _divided(results: Sequence[Tensor], gradients: Sequence[Tensor], entry: Tens
     leads, junctions = _walk([_node_of(result) for result in results], _node_of(entry))
     if junctions is None:
         return None
-    arrived: dict[Node, Gradients] = {}
+    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
     hooks = {node: node.register_prehook(partial(arrived.__setitem__, node)) for node in junctions}
     try:
         # A junction runs in both halves, and with it would the user's hooks.
@@ -68,8 +66,13 @@ def _divided(results: Sequence[Tensor], gradients: Sequence[Tensor], entry: Tens
         for result, gradient, alone in zip(results, gradients, apart, strict=True):
             if alone:
                 backward([result], [gradient], retain_graph=True)
-        for junction, gradients_there in arrived.items():
-            _finish(junction, junctions[junction], gradients_there)
+        for junction, of_junction in arrived.items():
+            # on towards its weights, to which no other junction leads: autograd computes nothing else
+            edges = {GradientEdge(junction, i): each for i, each in enumerate(of_junction) if each is not None}
+            # `AccumulateGrad` nodes alone have a variable
+            weights = [node.variable for node in junctions[junction] if hasattr(node, "variable")]
+            if weights and edges:
+                backward([*edges], [*edges.values()], retain_graph=True, inputs=weights)
 
     return rest
 
@@ -129,15 +132,6 @@ def _has_others(junction: Node, hook: RemovableHandle) -> bool:
     others = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in (hook, behind))
     behind.remove()
     return others
-
-
-def _finish(junction: Node, leaves: Sequence[Node], gradients: Gradients) -> None:
-    """Go on from a junction towards its weights, to which no other one leads: autograd computes nothing else."""
-    arrived = {GradientEdge(junction, i): gradient for i, gradient in enumerate(gradients) if gradient is not None}
-    # `AccumulateGrad` nodes alone have a variable
-    weights = [node.variable for node in leaves if hasattr(node, "variable")]
-    if weights and arrived:
-        backward([*arrived], [*arrived.values()], retain_graph=True, inputs=weights)
 
 
 def backward(

@@ -104,7 +104,7 @@ class StreamedEvaluation:
             # no gradients come back, and no rank is so many batches ahead of another
             self._executor.advance([action], over=(number - self.lag,))
         if forward:
-            self._pipeline.commit_evaluated()
+            self._pipeline.commit_statistics(evaluated=True)
             if self._pipeline.transport.rank not in self._ranks[action.stage + 1 :]:
                 del batches[number]  # what has left its stages is all that is needed of it
 

@@ -140,7 +140,7 @@ class SharedStep:
         if alone:
             return outputs
         report = outputs, changes, traces.left()
-        sources = [transport.topology.process(transport.replica, rank) for rank in pipeline.loss_ranks]
+        sources = [transport.peers[rank] for rank in pipeline.loss_ranks]
         reports = [transport.broadcast_object(report, each, pipeline.pipeline_members) for each in sources]
         self._traces.adopt([changes for _, changes, _ in reports], before)
         traces.put_back(max((left for *_, left in reports), key=len))
