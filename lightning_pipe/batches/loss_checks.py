@@ -8,7 +8,7 @@ would fail. So before some batches the step runs forward on two micro-batches, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from math import isfinite
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.batches.split_batch import twice
 from lightning_pipe.batches.suspects import WHOLE
 from lightning_pipe.engine.batch import StepFunction
-from lightning_pipe.engine.first_batch.trial_losses import TIMES, TrialLosses, parameters_whole, trial_losses
+from lightning_pipe.engine.first_batch.trial_losses import TIMES, TrialLosses, trial_losses
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.torch_internals import is_compiled
@@ -91,7 +91,10 @@ class LossChecks:
         unknown = Verdict(fitting=batch.candidates or None)
         if any(map(is_compiled, pipeline.module.modules())):
             return unknown
-        with parameters_whole(pipeline):
+        with ExitStack() as changed:
+            if (sharded := pipeline.reductions.sharded) is not None:  # its parameters are whole meanwhile
+                sharded.hold(True)  # collective over the replicas, which may not all come to the runs
+                changed.callback(sharded.hold, False)
             if len(batch.parts) == 1:
                 return unknown
             groups = _groups(batch, number)

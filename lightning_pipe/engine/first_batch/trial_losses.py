@@ -13,8 +13,8 @@ Stages pass on that a run has failed, so that it ends on all ranks::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
@@ -179,20 +179,6 @@ def _rounding(module: nn.Module, loss: Tensor, autocast: torch.dtype | None) -> 
     dtypes = {each.dtype for each in (loss, *module.parameters()) if each.is_floating_point()}
     reduced = loss.device.type != "cpu" and torch.float32 in dtypes
     return max([_REDUCED * reduced, *(_ROUNDING.get(kind, 2e-3) for kind in {*dtypes, autocast or loss.dtype})])
-
-
-@contextmanager
-def parameters_whole(pipeline: Pipeline) -> Iterator[None]:
-    """Parameters are whole meanwhile that replicas divide. Collective over these."""
-    sharded = pipeline.reductions.sharded
-    if sharded is None:
-        yield
-        return
-    sharded.hold(True)
-    try:
-        yield
-    finally:
-        sharded.hold(False)
 
 
 def _least(tensor: Tensor, autocast: torch.dtype | None) -> float:
