@@ -87,12 +87,11 @@ def placements() -> dict[tuple[int, ...], str]:
 
 def order(ranks: tuple[int, ...], rank: int) -> StreamedEvaluation:
     """What a rank runs, of stages on some ranks."""
-    pipeline: Any = SimpleNamespace(
+    executor = SimpleNamespace(
         placement={(0, stage): each for stage, each in enumerate(ranks)},
-        balance=[1] * len(ranks),
-        transport=SimpleNamespace(rank=rank),
-        executor=SimpleNamespace(later=[[stage + 1] for stage in range(len(ranks) - 1)] + [[]]),
+        later=[[stage + 1] for stage in range(len(ranks) - 1)] + [[]],
     )
+    pipeline: Any = SimpleNamespace(transport=SimpleNamespace(rank=rank), executor=executor)
     return StreamedEvaluation(pipeline)
 
 
