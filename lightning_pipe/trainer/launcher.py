@@ -57,7 +57,7 @@ class ScriptLauncher(SubprocessLauncher):
         ScriptLauncher._failed = True  # until it has come to its end
         with leaving_with_others(trainer):
             result = function(*args, **kwargs)
-            trainer.strategy.processes.finish()
+            trainer.strategy.world.finish()
         ScriptLauncher._failed = False
         return result
 

@@ -133,7 +133,7 @@ class PipelineRun:
     def _stop_together(trainer: Any, method: Callable[..., None], *arguments: Any) -> None:
         """In the place of ``on_advance_end``, behind which a Trainer that is to stop goes to validation, or leaves."""
         if trainer.should_stop:
-            trainer.strategy.processes.stop()
+            trainer.strategy.world.stop()
         method(*arguments)
 
     def _meet_before_dumps(self, trainer: Any) -> None:
@@ -143,7 +143,7 @@ class PipelineRun:
 
         def met(*arguments: Any) -> Any:
             # within a step, the interception would take the state's tensors for the step's own
-            trainer.strategy.processes.meet("trainer.save_checkpoint()", outside_step=True)
+            trainer.strategy.world.meet("trainer.save_checkpoint()", outside_step=True)
             with trainer.strategy.sharding.in_parts():
                 return dump(*arguments)
 

@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.patches import replaced
-from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.failures import Kind
 
 ENDINGS: dict[Kind, type[BaseException]] = {"asked": SIGTERMException, "interrupted": KeyboardInterrupt}
@@ -42,11 +41,10 @@ class Signals:
 
     Args:
         trainer: the Trainer; its handlers are registered later.
-        world: the processes.
     """
 
-    def __init__(self, trainer: Any, world: World) -> None:
-        self._trainer, self._world = trainer, world
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._connector = trainer._signal_connector
         self._requeue: _Handler = self._connector._slurm_sigusr_handler_fn
         self.asked = [False, False]
@@ -77,18 +75,18 @@ class Signals:
             SIGTERMException: the processes were asked to end, or this one alone.
         """
         (end, requeue), self.told = self.told, [False, False]
+        world = self._trainer.strategy.world
         self.leaving_together = end
         if end or requeue:  # a process that leaves first would take its messages along
             self._trainer.strategy.run.loaders.channel.flush()
-            self._world.barrier()
+            world.barrier()
         if requeue:
             self.asked[1] = False
             self._requeue(signal.SIGUSR1, None)
         if end:
             self._connector.received_sigterm = True
-            board = self._world.transport.board
-            if board is not None:  # all leave together: what they still do, such as to save, takes its time
-                board.noticed.set()
+            if world.board is not None:  # all leave together: what they still do, such as to save, takes its time
+                world.board.noticed.set()
             raise SIGTERMException
         if self.asked[0]:
             self._since = self._since or time.monotonic()
@@ -125,8 +123,8 @@ def leaving_with_others(trainer: Any) -> Iterator[None]:
     try:
         yield
     except CommunicationError:
-        world = trainer.strategy.processes.world
-        failure = None if world is None or world.transport.board is None else world.transport.board.failure
+        board = trainer.strategy.world.board
+        failure = None if board is None else board.failure
         if failure is None or failure.kind not in ENDINGS:
             raise
         raise ENDINGS[failure.kind] from None

@@ -47,7 +47,6 @@ from lightning_pipe.trainer.divided_module import DividedModule
 from lightning_pipe.trainer.launcher import ScriptLauncher, end_with_parent
 from lightning_pipe.trainer.model_sharding import ModelSharding
 from lightning_pipe.trainer.options import Options
-from lightning_pipe.trainer.processes import Processes
 from lightning_pipe.trainer.run import PipelineRun
 from lightning_pipe.trainer.world import World, check_world_size
 from lightning_pipe.transport.arrangement import arrange
@@ -165,7 +164,7 @@ class PipeStrategy(ParallelStrategy):
         checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
         if self._auto:
             checks.check_automatic(passes, stages, balance)
-        self.processes, self.num_nodes = Processes(), 1
+        self.world, self.num_nodes = World(), 1
         family = schedules.get("1f1b" if self._auto else schedule)
         self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
         self._asked = pipeline_parallel_size, data_parallel_size, stages, tensor_parallel_size
@@ -246,7 +245,7 @@ class PipeStrategy(ParallelStrategy):
     @property
     def data_parallel_rank(self) -> int:
         """The number of this process's pipeline."""
-        return self.processes.connected.transport.replica
+        return self.world.transport.replica
 
     @property
     def run(self) -> PipelineRun:
@@ -289,21 +288,23 @@ class PipeStrategy(ParallelStrategy):
         module, environment = self.lightning_module, self.cluster_environment
         assert module is not None
         assert environment is not None
-        trainer, processes = module.trainer, self.processes
+        trainer, world = module.trainer, self.world
         self.set_world_ranks()
         check_world_size(self.processes_here, self.num_nodes, environment)
         place = self.root_device, environment, self._backend, self._timeout, self.num_nodes, self._rank_order
-        seed = processes.connect(trainer, lambda: World.open(self.layout, self.family, *place))
-        if processes.signals is not None and self.world_size > 1:
-            self._changed.enter_context(processes.signals.installed())
+        world.begin_run(trainer)
+        world.open(self.layout, self.family, *place)
+        seed = world.share_randomness()
+        if self.world_size > 1:
+            self._changed.enter_context(world.signals.installed())
         if self._auto:
             chosen = schedule_choice.label(self._options)
             schedule_choice.same_everywhere(chosen, self.broadcast(chosen))
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
-        by_module = self.sharding.connect(module, processes.connected)
+        by_module = self.sharding.connect(module, world)
         options = replace(self._options, at_once=self.sharding.at_once(module))
-        divided = self._divided = DividedModule(module, processes.connected, options, seed, self._changed)
+        divided = self._divided = DividedModule(module, world, options, seed, self._changed)
         self._changed.enter_context(divided.configuring(by_module=by_module))
         # callbacks that copy the module in their `setup` must find it divided
         if not by_module:
@@ -362,30 +363,30 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self.processes.meet("trainer.strategy.barrier()"):
-            self.processes.connected.barrier()
+        if self.world.meet("trainer.strategy.barrier()"):
+            self.world.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        told = self.processes.meet("trainer.strategy.broadcast()")
-        return self.processes.connected.broadcast(obj, src) if told else obj
+        told = self.world.meet("trainer.strategy.broadcast()")
+        return self.world.broadcast(obj, src) if told else obj
 
     @override
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """Reduce over the replicas; the ranks of a pipeline have the same value already."""
-        return self.processes.connected.reduce(tensor, group, reduce_op)
+        return self.world.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather from the replicas, along a new first dimension; with one replica the tensor itself."""
-        return self.processes.connected.all_gather(tensor, group, sync_grads)
+        return self.world.all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        told = self.processes.meet("trainer.strategy.reduce_boolean_decision()")
-        return self.processes.connected.agree(decision, unanimous=all) if told else decision
+        told = self.world.meet("trainer.strategy.reduce_boolean_decision()")
+        return self.world.agree(decision, unanimous=all) if told else decision
 
     # ------------------------------------------------------------------ batches
 
@@ -485,7 +486,7 @@ class PipeStrategy(ParallelStrategy):
                 f"{CALL} is called during a run, which needs the module divided.",
                 hint="Call it after fit, on all ranks. A checkpoint has the whole module at any time.",
             )
-        self.processes.meet_to_gather(CALL)
+        self.world.meet_to_gather(CALL)
         gather(self.lightning_module)
         return self.lightning_module
 
@@ -504,14 +505,14 @@ class PipeStrategy(ParallelStrategy):
             ConfigurationError: a step runs, or no rank has gradients of one batch: with an asynchronous schedule, and
                 with ``shard_optimizer=True`` once they are clipped.
         """
-        self.processes.meet_to_gather("trainer.strategy.grad_norm()")
+        self.world.meet_to_gather("trainer.strategy.grad_norm()")
         return gradient_norm(self.run.pipeline, self.run.pipeline.module.parameters(), norm_type)
 
     # ------------------------------------------------------------------ checkpoints
 
     def _checkpoints(self) -> Checkpoints:
         assert self.lightning_module is not None
-        return Checkpoints(self.lightning_module, self.pipeline, self.processes, self._holders)
+        return Checkpoints(self.lightning_module, self.pipeline, self.world, self._holders)
 
     @override
     def save_checkpoint(
@@ -519,24 +520,24 @@ class PipeStrategy(ParallelStrategy):
     ) -> None:
         divided = self._options.shard_optimizer or self.sharding.mesh is not None
         whole = self.pipeline_parallel_size == 1 and not self._save_folder and not divided
-        if self.processes.interrupted and not whole:
+        if self.world.interrupted and not whole:
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")
             return
-        self.processes.meet("trainer.save_checkpoint()", outside_step=True)
+        self.world.meet("trainer.save_checkpoint()", outside_step=True)
         checkpoints = self._checkpoints()
         if self._divided is not None and self._divided.run is not None:
             self._divided.run.loaders.order.save(checkpoint)
         if self._save_folder:
             with self.sharding.in_parts():  # the optimizers know parameters by their parts
                 checkpoints.save_folder(checkpoint, filepath, self.optimizers)
-        elif self.processes.interrupted:  # all of it is here
+        elif self.world.interrupted:  # all of it is here
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             checkpoints.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._divided is None or self.processes.interrupted:
+        if self._divided is None or self.world.interrupted:
             return super().optimizer_state(optimizer)
         return self.run.gradients.state_of(getattr(optimizer, "_optimizer", optimizer))
 
@@ -559,14 +560,14 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.processes.stop()
+        self.world.stop()
         self.run.report.end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._divided is not None:
             self._divided.forget_calls(exception)
-        self.processes.fail(exception)
+        self.world.fail(exception)
 
     @override
     def teardown(self) -> None:
@@ -574,7 +575,7 @@ class PipeStrategy(ParallelStrategy):
         try:
             if divided is not None and divided.run is not None:
                 divided.run.end()
-                if not self.processes.interrupted:
+                if not self.world.interrupted:
                     self._leave(divided.run.pipeline)
                 DeferredBatchNorm.revert(divided.run.pipeline.module)
         finally:

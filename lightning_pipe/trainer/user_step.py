@@ -134,7 +134,7 @@ class UserStep:
         trainer: Any = self.module.trainer
         if not training:
             return [trainer.should_stop, False, False]
-        return self.world.any_counterpart([trainer.should_stop, *trainer.strategy.processes.signals.asked])
+        return self.world.any_counterpart([trainer.should_stop, *trainer.strategy.world.signals.asked])
 
     def take_over(self, reports: Sequence[StepReport], *, training: bool) -> None:
         """Stop the training if a report asks for it; act on signals before the next batch."""
@@ -142,7 +142,7 @@ class UserStep:
         stop, *told = (any(flags) for flags in zip(*[each.asked for each in reports], strict=True))
         trainer.should_stop = trainer.should_stop or stop
         if training:
-            trainer.strategy.processes.signals.told = told
+            trainer.strategy.world.signals.told = told
 
     def warn_of_windows(self, micro_batches: int) -> None:
         """Warn about metrics over the last updates, of which a batch now makes several."""

@@ -1,19 +1,24 @@
-"""The processes of a run: connected, arranged in pipelines and replicas, and able to agree."""
+"""The processes of a Trainer, arranged in pipelines and replicas: how they come up, meet, agree and fail."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -23,9 +28,12 @@ from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeEr
 from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.connect import connect, listen_on_loopback
+from lightning_pipe.trainer.launcher import ScriptLauncher
+from lightning_pipe.trainer.meeting import Meetings
+from lightning_pipe.trainer.signals import ENDINGS, Signals
 from lightning_pipe.transport.arrangement import open_transport, topology_of
 from lightning_pipe.transport.base import Transport
-from lightning_pipe.transport.failures import FailureBoard, default_store
+from lightning_pipe.transport.failures import FailureBoard, Kind, default_store, tell
 
 T = TypeVar("T")
 _LATER = timedelta(seconds=10)
@@ -52,26 +60,50 @@ def check_world_size(devices: int, num_nodes: int, environment: ClusterEnvironme
             )
 
 
-@dataclass
 class World:
-    """The processes, seen from one of them.
+    """The processes, seen from one of them. They stay connected after a run.
 
-    Args:
-        layout: sizes of pipelines and replicas.
-        transport: this process's transport.
+    Attributes:
+        layout: sizes of pipelines and replicas, once they are connected.
         replicas: torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline.
         local: while a user's step runs, in which not all processes take part: collectives concern the replicas alone.
+        signals: what signals ask for in this run.
     """
 
     layout: RunLayout
-    transport: Transport
-    replicas: Any | None = None
-    local: bool = False
-    _owner: int = field(default_factory=os.getpid, init=False, repr=False)
+    signals: Signals
 
-    @classmethod
+    def __init__(self) -> None:
+        self._transport: Transport | None = None
+        self.replicas: Any | None = None
+        self.local = False
+        self._meetings: Meetings | None = None
+        self._trainer: Any = None
+
+    def begin_run(self, trainer: pl.Trainer) -> None:
+        """A Trainer begins a run, for which the processes may have to be connected."""
+        self._trainer, self.signals = trainer, Signals(trainer)
+
+    @property
+    def transport(self) -> Transport:
+        """This process's transport.
+
+        Raises:
+            ConfigurationError: the processes are not connected yet.
+        """
+        if self._transport is None:
+            raise ConfigurationError("The processes are not connected yet.", hint="Ask from `setup` on.")
+        return self._transport
+
+    @property
+    def board(self) -> FailureBoard | None:
+        """Where processes say why they fail, if there are several."""
+        return None if self._transport is None else self._transport.board
+
+    # ------------------------------------------------------------------ beginning, end and failure
+
     def open(
-        cls,
+        self,
         layout: RunLayout,
         family: Family,
         device: torch.device,
@@ -80,8 +112,8 @@ class World:
         timeout: timedelta,
         hosts: int = 1,
         rank_order: RankOrder = "pipeline",
-    ) -> World:
-        """Connect the processes. Collective.
+    ) -> None:
+        """Connect the processes, unless an earlier run has. Collective.
 
         Args:
             layout: sizes of pipelines and replicas.
@@ -92,46 +124,154 @@ class World:
             timeout: the longest that one process waits for another.
             hosts: on how many hosts the processes are.
             rank_order: whose processes have neighbouring numbers.
+
+        Raises:
+            CommunicationError: a process does not come, or the last run of these processes has failed.
         """
-        topology = topology_of(layout, family, rank_order, hosts)
+        if self._transport is not None:
+            if self.board is not None and self.board.failure is not None:
+                name = self._transport.describe()
+                raise CommunicationError(
+                    f"{name[0].upper()}{name[1:]} cannot run this Trainer again: its last run has failed, and the "
+                    f"connections between its processes have ended. {self.board.failure}",
+                    hint="To go on behind an error that your code catches, catch it on all processes (those without "
+                    "the error of their own get a CommunicationError), and let all build another Trainer, with another "
+                    "PipeStrategy. The module may be the same.",
+                )
+            return
+        self.layout, topology = layout, topology_of(layout, family, rank_order, hosts)
         if topology.tensor > 1:
             topology = replace(topology, tensor_rank=environment.global_rank() % topology.tensor)
         if layout.world_size == 1:
-            return cls(layout, open_transport(topology, device, timeout))
+            self._transport = open_transport(topology, device, timeout)
+            return
         backend = backend or default_backend(device)
         if hosts == 1:
             listen_on_loopback()
         with _connecting(timeout):
             connect(environment, backend, timeout, hosts)
-            world = cls(layout, open_transport(topology, device, timeout + _LATER))
+            self._transport = open_transport(topology, device, timeout + _LATER)
             if topology.replicas > 1:
                 groups = [each.replica_processes(n) for n in range(topology.ranks) for each in topology.tensor_slices]
                 made = [dist.new_group(sorted(group), timeout=timeout) for group in groups]
-                own = world.transport.process
-                world.replicas = next(each for each, group in zip(made, groups, strict=True) if own in group)
-        FailureBoard(default_store(), world.transport).watch(stall=timeout.total_seconds())
-        atexit.register(world.end)
-        return world
+                own = self._transport.process
+                self.replicas = next(each for each, group in zip(made, groups, strict=True) if own in group)
+        board = FailureBoard(default_store(), self._transport)
+        board.watch(stall=timeout.total_seconds())
+        self._meetings = Meetings(board, self._child_has_ended)
+        atexit.register(self.end, os.getpid())
 
-    def end(self) -> None:
-        """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
-        if os.getpid() != self._owner:  # a copy of the process that the user's code has made: none of it is its own
+    def share_randomness(self) -> int:
+        """Continue everywhere from the random state of process 0, as one device would; returns its seed."""
+        mine = (torch.get_rng_state(), torch.initial_seed())
+        state, seed = self.transport.broadcast_object(mine, 0, self.everyone)
+        torch.set_rng_state(state)
+        return int(seed)
+
+    def end(self, owner: int) -> None:
+        """Close at the end of the process; after a failure others may be missing, and nobody waits for them.
+
+        Args:
+            owner: the process that has connected; a copy of it that the user's code has made closes nothing.
+        """
+        if os.getpid() != owner:
             return
-        board = self.transport.board
-        if board is not None and board.noticed.is_set():
+        board = self.board
+        failed = board is not None and board.noticed.is_set()
+        if board is not None:
             board.close()
-        else:
-            self.close()
+        if not failed:
+            self.replicas = None  # a group that is referred to keeps its connections
+            self.transport.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def close(self) -> None:
-        """Let go of the other processes: sockets, threads, groups and the store. Idempotent."""
-        atexit.unregister(self.end)
-        if self.transport.board is not None:
-            self.transport.board.close()
-        self.replicas = None
-        self.transport.close()
+    @property
+    def interrupted(self) -> bool:
+        """Whether this process is on its way out because of an error: nobody may answer any more."""
+        if self._trainer is None or self.signals.leaving_together:
+            return False
+        return bool(self._trainer.state.status == TrainerStatus.INTERRUPTED)
+
+    def fail(self, exception: BaseException) -> None:
+        """End the others as well, with the reason why this process ends.
+
+        Args:
+            exception: why.
+        """
+        if self._trainer is not None:
+            self.signals.leaving_together = False  # the hooks of callbacks have been called, and processes leave now
+        board = self.board
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            # Lightning (2.6) ends with code 0 and without a word, as after a run that has finished
+            exception.code = 128 + signal.SIGTERM
+            if getattr(rank_zero_only, "rank", 0) == 0:
+                reason = "it was asked to by SIGTERM." if board is None or board.failure is None else board.failure
+                tell(f"The run ends: {reason}")
+        if board is not None:
+            kind: Kind = next((kind for kind, told in ENDINGS.items() if isinstance(exception, told)), "error")
+            board.fail(exception, kind)
+        if isinstance(exception, CommunicationError):
+            # it quotes the process that failed: where this one waited says nothing more
+            exception.__traceback__, exception.__cause__, exception.__suppress_context__ = None, None, True
+
+    def finish(self) -> None:
+        """End a run on all processes: an error of one of them after the last batch is one of all."""
+        if self.meet("the end of the run"):
+            if self.signals.asked[0]:  # behind the last batch
+                raise SIGTERMException
+            # process 0 serves the store over which they meet: nobody leaves before all are there
+            self.barrier()
+
+    def _child_has_ended(self) -> bool:
+        launcher = self._trainer.strategy.launcher
+        return isinstance(launcher, ScriptLauncher) and any(each.poll() is not None for each in launcher.procs)
+
+    # ------------------------------------------------------------------ what all of them do together
+
+    def meet(self, call: str, *, outside_step: bool = False) -> bool:
+        """Wait until all processes are about to do the same; not in a step, in which not all take part.
+
+        Args:
+            call: what is called, as users write it.
+            outside_step: whether it cannot be done in a step, where processes do not come to the same places.
+
+        Returns:
+            Whether other processes may be asked: not before they are connected, nor after an error.
+
+        Raises:
+            ConfigurationError: a step runs.
+            CommunicationError: a process does something else, has failed, or does not come.
+        """
+        if self._transport is None or self.interrupted:
+            return False
+        if outside_step and self.local:
+            raise ConfigurationError(
+                f"{call} is called within a step, which runs once for every micro-batch and is cut short on most "
+                "ranks.",
+                hint="Call it in on_train_batch_end, on all ranks.",
+            )
+        if self._meetings is not None and not self.local:
+            self._meetings.come(call)
+        return True
+
+    def stop(self) -> None:
+        """Training batches end: one process that stops alone must not wait for the others for ever."""
+        self.meet("the end of training batches (by trainer.should_stop, or their number)")
+
+    def meet_to_gather(self, call: str) -> None:
+        """The same for what can be done neither in a step nor after an error.
+
+        Raises:
+            ConfigurationError: a step runs, or the run has ended with an error.
+        """
+        if self.interrupted:
+            raise ConfigurationError(
+                f"{call}: after an error the stages cannot be gathered any more.", hint="Load the last checkpoint."
+            )
+        self.meet(call, outside_step=True)
+
+    # ------------------------------------------------------------------ collectives
 
     @property
     def everyone(self) -> tuple[int, ...]:
@@ -142,13 +282,6 @@ class World:
     def replica_members(self) -> tuple[int, ...]:
         """The processes with the same rank in all pipelines."""
         return tuple(sorted(self.transport.topology.replica_processes(self.transport.rank)))
-
-    def share_randomness(self) -> int:
-        """Continue everywhere from the random state of process 0, as one device would; returns its seed."""
-        mine = (torch.get_rng_state(), torch.initial_seed())
-        state, seed = self.transport.broadcast_object(mine, 0, self.everyone)
-        torch.set_rng_state(state)
-        return int(seed)
 
     def barrier(self) -> None:
         """Wait for all processes."""

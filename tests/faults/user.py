@@ -159,13 +159,13 @@ def _start_together(folder: Path, processes: int) -> None:
     """Let no timeout count what a busy machine needs to start all processes."""
     before = World.open
 
-    def opened(*arguments: Any, **options: Any) -> World:
+    def opened(*arguments: Any, **options: Any) -> None:
         deadline = time.monotonic() + 60.0
         while len(list(folder.glob("ready*"))) < processes and time.monotonic() < deadline:
             time.sleep(0.05)
-        return before(*arguments, **options)
+        before(*arguments, **options)
 
-    World.open = opened  # type: ignore[method-assign, assignment]
+    World.open = opened  # type: ignore[method-assign]
 
 
 def main(folder: Path, options: dict[str, Any]) -> None:

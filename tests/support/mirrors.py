@@ -90,7 +90,6 @@ _ROOMS: dict[str, dict[str, str]] = {
         "divided_module": "trainer/test_equality",
         "model_sharding": "sharding/test_refusals",
         "options": "trainer/test_checks",
-        "processes": "faults/test_faults",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
         "strategy": "trainer/test_equality",

@@ -84,7 +84,7 @@ def fit_on_nodes(rank_order: RankOrder) -> tuple[int, int, dict[str, Any]]:
 
     strategy = PipeStrategy(pipeline_parallel_size=2, data_parallel_size=2, micro_batches=2, rank_order=rank_order)
     trainer, weights = trained(strategy, devices=2, nodes=2)
-    transport = trainer.strategy.processes.connected.transport  # type: ignore[attr-defined]
+    transport = trainer.strategy.world.transport  # type: ignore[attr-defined]
     return transport.replica, transport.rank, {name: value.tolist() for name, value in weights.items()}
 
 
@@ -121,7 +121,7 @@ def fit_wide(rank_order: RankOrder) -> dict[str, Any]:
 
     strategy = PipeStrategy(pipeline_parallel_size=2, data_parallel_size=2, micro_batches=2, rank_order=rank_order)
     trainer, weights = trained(strategy, 2, 2, model=Wide, limit_val_batches=0)
-    shared = trainer.strategy.processes.connected.transport._local  # type: ignore[attr-defined]
+    shared = trainer.strategy.world.transport._local  # type: ignore[attr-defined]
     return {"shared": len(shared), "weights": {name: value.tolist() for name, value in weights.items()}}
 
 

@@ -35,14 +35,14 @@ def trainer(strategy: Any, devices: int = 1, **options: Any) -> L.Trainer:
 def test_a_copy_of_the_process_closes_nothing() -> None:
     closed: list[int] = []
     transport: Any = SimpleNamespace(board=None, close=lambda: closed.append(1))
-    sizes: Any = None
-    world = World(sizes, transport)
+    world, owner = World(), os.getpid()
+    world._transport = transport
     if (copy := os.fork()) == 0:
         with suppress(Exception):
-            world.end()
+            world.end(owner)
         os._exit(len(closed))
     assert os.waitpid(copy, 0)[1] == 0
-    world.end()
+    world.end(owner)
     assert closed == [1]
 
 

@@ -34,7 +34,7 @@ from lightning_pipe.trainer.checkpoints.entries import (
     replace_tensors,
     state_entries,
 )
-from lightning_pipe.trainer.processes import Processes
+from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.base import Transport
 
 Location = str | Path
@@ -48,18 +48,18 @@ class Checkpoints:
     Args:
         module: the LightningModule.
         pipeline: the module over the ranks; ``None`` before and after a run, when every rank has all of it.
-        processes: of the Trainer.
+        world: the processes.
         holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
     module: pl.LightningModule
     pipeline: Pipeline | None
-    processes: Processes
+    world: World
     holders: Mapping[str, tuple[int, ...]]
 
     @property
     def _transport(self) -> Transport:
-        return self.processes.connected.transport
+        return self.world.transport
 
     @property
     def _writer(self) -> int:

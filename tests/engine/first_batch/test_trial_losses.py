@@ -6,7 +6,7 @@ import random
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
 from typing import Any
 
 import lightning as L
@@ -339,7 +339,9 @@ def test_the_look_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_of_two(world: World, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
         if not is_alone():
             return tensor[None]
-        return gather(replace(world, layout=RunLayout(1, 2, 2), replicas="those of torch"), tensor, group, sync_grads)
+        two: Any = copy(world)
+        two.layout, two.replicas = RunLayout(1, 2, 2), "those of torch"
+        return gather(two, tensor, group, sync_grads)
 
     monkeypatch.setattr(World, "all_gather", one_of_two)
     assert len(fit(Gathers(), Batches().batches, layers="layers")) == 1
