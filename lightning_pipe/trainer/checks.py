@@ -57,7 +57,9 @@ def refusing_old_options(create: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def check_options(timeout: object, reduce_dtype: object, passes: int, limit: object) -> None:
+def check_options(
+    timeout: object, reduce_dtype: object, passes: int, limit: object, evaluation_micro_batches: int, weight: object
+) -> None:
     """Refuse values that options of `PipeStrategy` cannot have.
 
     Raises:
@@ -78,6 +80,16 @@ def check_options(timeout: object, reduce_dtype: object, passes: int, limit: obj
         raise ConfigurationError(
             f"gather_limit={limit!r}: a number of bytes is needed, 0 or more.",
             hint="2**30 is one GiB; 0 leaves every module divided after a run.",
+        )
+    if evaluation_micro_batches < 1:
+        raise ConfigurationError(
+            f"evaluation_micro_batches={evaluation_micro_batches}: a batch has at least one.",
+            hint="Use 1, which runs batches whole, or a number of parts that fit.",
+        )
+    if isinstance(weight, str) and weight != "sum":
+        raise ConfigurationError(
+            f"loss_weight={weight!r} is not known.",
+            hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
         )
 
 

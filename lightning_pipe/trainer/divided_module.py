@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -41,10 +41,11 @@ from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.torch_internals import ConvNd
 from lightning_pipe.trainer.at_rest import forget, refuse_export, resting, resume_divided, size_of
 from lightning_pipe.trainer.checks import check_copies
-from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
-from lightning_pipe.trainer.world import World
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 _FORGOTTEN = (
     "The layers of this run are those that an earlier run of the same module has called. That is forgotten now: if the "
@@ -58,8 +59,7 @@ class DividedModule:
 
     Args:
         module: the LightningModule, with its Trainer.
-        world: the processes.
-        options: the strategy's options.
+        options: the strategy, which has the user's options and the processes.
         seed: from which all random streams derive.
         changed: undoes at the end of the run what must not stay.
 
@@ -67,11 +67,11 @@ class DividedModule:
         run: the run, once the module is divided.
     """
 
-    def __init__(
-        self, module: pl.LightningModule, world: World, options: Options, seed: int, changed: ExitStack
-    ) -> None:
-        self._module, self._world, self._options, self._seed, self._changed = module, world, options, seed, changed
+    def __init__(self, module: pl.LightningModule, options: PipeStrategy, seed: int, changed: ExitStack) -> None:
+        self._module, self._world, self._options = module, options.world, options
+        self._seed, self._changed = seed, changed
         self.run: PipelineRun | None = None
+        self._at_once = options.sharding.at_once(module)
         self._calls = CallStore(module)  # what earlier runs of the module have called
         self._known: tuple[list[str], list[str]] = [], []
 
@@ -153,7 +153,7 @@ class DividedModule:
         else:
             before = before or resume_divided(module, chosen.layers, world.transport, world.layout.stages)
             report = self._cut(chosen, before)
-        if not options.at_once:  # what is to be divided further gets values when it is: one layer after the other
+        if not self._at_once:  # what is to be divided further gets values when it is: one layer after the other
             materialize(module)
         pipeline = report.pipeline
         pipeline.reductions.dtype = options.reduce_dtype
@@ -167,7 +167,7 @@ class DividedModule:
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
         report.notes += (f"schedule chosen: {options.chosen_by}",) if options.chosen_by else ()
         late = partial(self._by_first_batch, pipeline) if chosen is None else None
-        self.run = PipelineRun(world, options, report, self._seed, late)
+        self.run = PipelineRun(options, report, self._seed, late)
         self._known = names_of(module, options.layers)
 
     def forget_calls(self, error: BaseException) -> None:
@@ -196,12 +196,12 @@ class DividedModule:
             return Chosen(before.layers)
         clear = known_layers(module, named)
         by_name = named is not None and not self._asks_for_work(clear)
-        if clear and (by_name or self._options.at_once):
+        if clear and (by_name or self._at_once):
             return Chosen(clear)
         known = self._calls.load(), may_be_whole(module, world.transport.device)
         stored, whole = world.broadcast(known if world.transport.process == 0 else ({}, False), 0)
         calls = of_step(stored, step)
-        if calls is None and whole and not self._options.at_once:
+        if calls is None and whole and not self._at_once:
             return None
         if calls is None and not clear:  # another step is better than a guess
             calls = next(iter(stored.values()), None)

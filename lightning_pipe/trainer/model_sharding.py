@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -29,9 +29,11 @@ from lightning_pipe.sharding.refusals import WHAT, check_family, in_parts
 from lightning_pipe.sharding.roots import Root, left_whole, stages_of_parts, tied
 from lightning_pipe.sharding.undone import refer_to_module, undoable
 from lightning_pipe.torch_internals import is_compiled
-from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.run import PipelineRun
 from lightning_pipe.trainer.world import World
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 
 @dataclass
@@ -39,12 +41,12 @@ class ModelSharding:
     """What the user asks for, and what it has made of the module of a run.
 
     Args:
-        options: the strategy's options.
+        options: the strategy, which has the user's options.
         mesh: of the processes, once they are connected.
         parameters: of the module of a run, which has been divided.
     """
 
-    options: Options
+    options: PipeStrategy
     mesh: Any = None
     parameters: FullySharded | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list)

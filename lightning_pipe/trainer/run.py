@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -33,11 +33,12 @@ from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, naming_sus
 from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.gradients import Gradients
-from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.report import Report
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 from lightning_pipe.trainer.whole_model.precision import deciding_together, loss_scale
-from lightning_pipe.trainer.world import World
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 FIRST_STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -55,8 +56,7 @@ class PipelineRun:
     """A divided LightningModule at work.
 
     Args:
-        world: the processes.
-        options: the strategy's options.
+        options: the strategy, which has the user's options and the processes.
         report: tells the user about the training, and has the module over the ranks.
         seed: from which all random streams derive.
         late: divides a module that is whole on all ranks by what its first batch calls; ``None``: it is divided.
@@ -75,13 +75,12 @@ class PipelineRun:
 
     def __init__(
         self,
-        world: World,
-        options: Options,
+        options: PipeStrategy,
         report: Report,
         seed: int,
         late: Callable[[str, list[Call]], Report] | None,
     ) -> None:
-        self.report, self.late = report, late
+        self.report, self.late, world = report, late, options.world
         pipeline = self.pipeline = report.pipeline
         self.gradients = Gradients(pipeline, divides=options.shard_optimizer in (True, "gradients"))
         self.loaders = Loaders(pipeline, world)

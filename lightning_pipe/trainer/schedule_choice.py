@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,15 +15,17 @@ from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.layer_sizes import estimated, profile_path, stored
 from lightning_pipe.planning.search import search, usual
 from lightning_pipe.profiling.measure import run_conditions
-from lightning_pipe.trainer.options import Options
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 AUTO = "auto"
 
 
 def choose(
-    module: nn.Module, options: Options, ranks: int, device: torch.device, processes: int = 1, *, in_parts: bool = False
-) -> Options:
-    """The fastest schedule with a flush for one pipeline of so many ranks, as far as it can be told before a run.
+    module: nn.Module, strategy: PipeStrategy, ranks: int, device: torch.device, processes: int = 1, *, in_parts: bool
+) -> None:
+    """Choose the fastest schedule with a flush for one pipeline of so many ranks, as far as it shows before a run.
 
     The size of the batch is not known yet: micro-batches are as many as ``micro_batches="auto"`` makes of a large
     batch, and as small as those that were measured. What sizes there are, replicas and the batch stay as they are.
@@ -32,27 +34,26 @@ def choose(
 
     Args:
         module: the module, whose profile may be stored.
-        options: as the user wants them; recomputation that is "never" is left open.
+        strategy: with the options as the user wants them; recomputation that is "never" is left open. It gets the
+            schedule and why, and what makes it fit.
         ranks: of a pipeline.
         device: of this process.
         processes: on this host.
         in_parts: whether several processes divide parameters.
 
-    Returns:
-        The options with the schedule and why, and with what makes it fit.
-
     Raises:
         ConfigurationError: the layers are not there yet, or nothing fits.
     """
     try:
-        layers = find_layers(module, options.layers, ranks)
+        layers = find_layers(module, strategy.layers, ranks)
     except PartitionError as error:
         raise ConfigurationError(
             f'schedule="auto" looks at the layers before the run, and they cannot be found: {error}',
             hint='Name a schedule such as "1f1b", or build the layers in __init__.',
         ) from error
     if ranks == 1:
-        return replace(options, family=schedules.get("1f1b"), chosen_by="one rank waits for nobody")
+        strategy.family, strategy.chosen_by = schedules.get("1f1b"), "one rank waits for nobody"
+        return
     conditions = {**run_conditions(device), "ranks": str(ranks)}
     del conditions["precision"]  # the strategy knows it when the run has begun
     profile, source = estimated(module, layers), "the layers' parameters; `lightning-pipe profile` measures them"
@@ -63,7 +64,7 @@ def choose(
             limit = memory_of_a_process(device, processes)
     except ConfigurationError as error:
         source = f"the layers' parameters, because {error.message[0].lower()}{error.message[1:-1]}"
-    number = MICRO_BATCHES_PER_RANK * ranks if options.micro_batches == "auto" else options.micro_batches
+    number = MICRO_BATCHES_PER_RANK * ranks if strategy.micro_batches == "auto" else strategy.micro_batches
     result = search(
         profile,
         ranks,
@@ -75,14 +76,10 @@ def choose(
         memory=limit,
     )
     own = result.best.configuration
-    kept = in_parts or options.shard_optimizer == "gradients" or not own.shard_optimizer
-    return replace(
-        options,
-        family=own.family,
-        recompute=own.recompute if options.recompute == "never" else options.recompute,
-        shard_optimizer=options.shard_optimizer if kept else own.shard_optimizer,
-        chosen_by=f"{result.reason} By {source}",
-    )
+    kept = in_parts or strategy.shard_optimizer == "gradients" or not own.shard_optimizer
+    strategy.family, strategy.chosen_by = own.family, f"{result.reason} By {source}"
+    strategy.recompute = own.recompute if strategy.recompute == "never" else strategy.recompute
+    strategy.shard_optimizer = strategy.shard_optimizer if kept else own.shard_optimizer
 
 
 def memory_of_a_process(device: torch.device, processes: int) -> float:
@@ -97,11 +94,11 @@ def memory_of_a_process(device: torch.device, processes: int) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
 
 
-def label(options: Options) -> str:
+def label(strategy: PipeStrategy) -> str:
     """What was chosen, in words."""
-    words = divided(options.shard_optimizer)
-    extra = ", recompute" * (options.recompute != "never") + f", {words}" * bool(words)
-    return f"{options.family.label}{extra}"
+    words = divided(strategy.shard_optimizer)
+    extra = ", recompute" * (strategy.recompute != "never") + f", {words}" * bool(words)
+    return f"{strategy.family.label}{extra}"
 
 
 def same_everywhere(here: str, of_rank_0: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -46,7 +45,6 @@ from lightning_pipe.trainer.checkpoints.divided import Checkpoints
 from lightning_pipe.trainer.divided_module import DividedModule
 from lightning_pipe.trainer.launcher import ScriptLauncher, end_with_parent
 from lightning_pipe.trainer.model_sharding import ModelSharding
-from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.run import PipelineRun
 from lightning_pipe.trainer.world import World, check_world_size
 from lightning_pipe.transport.arrangement import arrange
@@ -160,7 +158,7 @@ class PipeStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._auto = schedule == schedule_choice.AUTO
-        checks.check_options(timeout, reduce_dtype, passes, gather_limit)
+        checks.check_options(timeout, reduce_dtype, passes, gather_limit, evaluation_micro_batches, loss_weight)
         checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
         if self._auto:
             checks.check_automatic(passes, stages, balance)
@@ -169,25 +167,15 @@ class PipeStrategy(ParallelStrategy):
         self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
         self._asked = pipeline_parallel_size, data_parallel_size, stages, tensor_parallel_size
         self._layout: RunLayout | None = None
-        self._options = Options(
-            family=self.family,
-            micro_batches=micro_batches,
-            layers=layers,
-            balance=balance,
-            recompute=recompute,
-            deferred_batch_norm=deferred_batch_norm,
-            passes=passes,
-            loss_weight=loss_weight,
-            split_batch=split_batch,
-            stream_evaluation=stream_evaluation and tensor_parallel_size == 1,
-            evaluation_micro_batches=evaluation_micro_batches,
-            shard_optimizer=shard_optimizer,
-            reduce_dtype=None if reduce_dtype is None else torch.bfloat16,
-            tensor_parallel_size=tensor_parallel_size,
-            parallelize=parallelize,
-            reshard_after_forward=reshard_after_forward,
-        )
-        self.sharding = ModelSharding(self._options)
+        self.micro_batches, self.split_batch, self.loss_weight = micro_batches, split_batch, loss_weight
+        self.layers, self.balance, self.passes, self.recompute = layers, balance, passes, recompute
+        self.deferred_batch_norm, self.evaluation_micro_batches = deferred_batch_norm, evaluation_micro_batches
+        self.stream_evaluation = stream_evaluation and tensor_parallel_size == 1
+        self.shard_optimizer, self.reshard_after_forward = shard_optimizer, reshard_after_forward
+        self.reduce_dtype = None if reduce_dtype is None else torch.bfloat16
+        self.tensor_parallel_size, self.parallelize = tensor_parallel_size, parallelize
+        self.chosen_by = ""  # why the schedule was chosen, if it was
+        self.sharding = ModelSharding(self)
         self._divided: DividedModule | None = None
         self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
         self._backend, self._timeout, self._rank_order = process_group_backend, timeout, rank_order
@@ -195,7 +183,7 @@ class PipeStrategy(ParallelStrategy):
         self._changed = ExitStack()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self._options.micro_batches!r})"
+        return f"{type(self).__name__}(schedule={self.family.name!r}, micro_batches={self.micro_batches!r})"
 
     # ------------------------------------------------------------------ facts
 
@@ -282,7 +270,7 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self._auto and not self._options.chosen_by:
+        if self._auto and not self.chosen_by:
             self._choose()
         super().setup_environment()
         module, environment = self.lightning_module, self.cluster_environment
@@ -298,13 +286,12 @@ class PipeStrategy(ParallelStrategy):
         if self.world_size > 1:
             self._changed.enter_context(world.signals.installed())
         if self._auto:
-            chosen = schedule_choice.label(self._options)
+            chosen = schedule_choice.label(self)
             schedule_choice.same_everywhere(chosen, self.broadcast(chosen))
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         by_module = self.sharding.connect(module, world)
-        options = replace(self._options, at_once=self.sharding.at_once(module))
-        divided = self._divided = DividedModule(module, world, options, seed, self._changed)
+        divided = self._divided = DividedModule(module, self, seed, self._changed)
         self._changed.enter_context(divided.configuring(by_module=by_module))
         # callbacks that copy the module in their `setup` must find it divided
         if not by_module:
@@ -316,8 +303,8 @@ class PipeStrategy(ParallelStrategy):
         assert module is not None
         ranks, place = self.layout.pipeline_parallel_size, (self.root_device, self.processes_here)
         by_parts = self.sharding.at_once(module)
-        self._options = schedule_choice.choose(module, self._options, ranks, *place, in_parts=by_parts)
-        self.family, self._layout = self._options.family, None
+        schedule_choice.choose(module, self, ranks, *place, in_parts=by_parts)
+        self._layout = None
 
     @override
     @contextmanager
@@ -344,8 +331,7 @@ class PipeStrategy(ParallelStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
             if run.pipeline.asynchronous is not None:
-                own = self._options
-                checks.check_asynchronous(trainer, run.pipeline, own.micro_batches, sharded=own.shard_optimizer)
+                checks.check_asynchronous(trainer, run.pipeline, self.micro_batches, sharded=self.shard_optimizer)
         run.begin()
 
     @override
@@ -518,7 +504,7 @@ class PipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        divided = self._options.shard_optimizer or self.sharding.mesh is not None
+        divided = self.shard_optimizer or self.sharding.mesh is not None
         whole = self.pipeline_parallel_size == 1 and not self._save_folder and not divided
         if self.world.interrupted and not whole:
             rank_zero_warn(f"{filepath} was not written: after an error the stages cannot be gathered any more.")

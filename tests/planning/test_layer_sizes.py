@@ -92,11 +92,13 @@ def test_a_run_is_balanced_by_what_the_command_has_measured(
     assert str(path) in capsys.readouterr().out
     for balance in ("time", "memory"):
         assert f"balanced by {balance}: the largest stage costs" in told(capsys, balance)
-    options, cpu = PipeStrategy(schedule="auto", layers="layers", micro_batches=2)._options, torch.device("cpu")
-    assert "ranks 1 in the profile, 2 now" in choose(Net(), options, 2, cpu).chosen_by
+    strategy = PipeStrategy(schedule="auto", layers="layers", micro_batches=2)
+    choose(Net(), strategy, 2, torch.device("cpu"), in_parts=False)
+    assert "ranks 1 in the profile, 2 now" in strategy.chosen_by
     found = CostProfile.load(path)
     replace(found, conditions={**found.conditions, "ranks": "2"}).save(path)
-    assert choose(Net(), options, 2, cpu).chosen_by.endswith(f"By {path}")
+    choose(Net(), strategy, 2, torch.device("cpu"), in_parts=False)
+    assert strategy.chosen_by.endswith(f"By {path}")
     with pytest.raises(ConfigurationError, match="precision 32-true in the profile, bf16-mixed now"):
         told(capsys, precision="bf16-mixed")
     path.write_text("{")

@@ -89,7 +89,6 @@ _ROOMS: dict[str, dict[str, str]] = {
     "trainer": {
         "divided_module": "trainer/test_equality",
         "model_sharding": "sharding/test_refusals",
-        "options": "trainer/test_checks",
         "report": "trainer/test_fit",
         "run": "trainer/test_equality",
         "strategy": "trainer/test_equality",

@@ -21,7 +21,6 @@ from lightning_pipe.planning.layer_sizes import profile_path, without_times
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.simulate import Link
 from lightning_pipe.trainer import schedule_choice
-from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.schedule_choice import choose, label, memory_of_a_process, same_everywhere
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
@@ -54,9 +53,11 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
 
 
-def chosen(module: nn.Module, ranks: int, *, in_parts: bool = False, **options: Any) -> Options:
-    """The options with the schedule that is chosen for such a strategy."""
-    return choose(module, PipeStrategy(schedule="auto", **options)._options, ranks, CPU, in_parts=in_parts)
+def chosen(module: nn.Module, ranks: int, *, in_parts: bool = False, **options: Any) -> PipeStrategy:
+    """Such a strategy with the schedule that is chosen for it."""
+    strategy = PipeStrategy(schedule="auto", **options)
+    choose(module, strategy, ranks, CPU, in_parts=in_parts)
+    return strategy
 
 
 def test_the_choice_follows_the_stored_profile(cache: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_choice_follows_the_stored_profile(cache: Path) -> None:
 
 
 def test_what_does_not_fit_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def within(memory: float, recompute: Any = "never") -> Options:
+    def within(memory: float, recompute: Any = "never") -> PipeStrategy:
         monkeypatch.setattr(schedule_choice, "memory_of_a_process", lambda *_: memory)
         return chosen(net(), 4, micro_batches=8, recompute=recompute)
 

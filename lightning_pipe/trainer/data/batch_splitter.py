@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,10 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, PipeError
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
-from lightning_pipe.trainer.options import Options
 from lightning_pipe.warn_once import WarnOnce
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 _WHOLE = "whole, with micro_batches=1: one rank computes at a time."
 
@@ -30,7 +32,7 @@ class BatchSplitter:
 
     Args:
         pipeline: the LightningModule over the ranks.
-        options: the strategy's options.
+        options: the strategy, which has the user's options.
 
     Attributes:
         options: as given.
@@ -38,7 +40,7 @@ class BatchSplitter:
         checks: the looks at losses.
     """
 
-    def __init__(self, pipeline: Pipeline, options: Options) -> None:
+    def __init__(self, pipeline: Pipeline, options: PipeStrategy) -> None:
         self._pipeline, self._transport, self.options = pipeline, pipeline.transport, options
         self._ranks = pipeline.transport.topology.ranks
         # an asynchronous schedule is made for one number of micro-batches, since its optimizer steps as often

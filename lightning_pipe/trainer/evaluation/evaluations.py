@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -19,8 +19,10 @@ from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream
-from lightning_pipe.trainer.options import Options
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -34,14 +36,14 @@ class Evaluations:
     Args:
         user_step: what the steps of all batches have in common.
         seeds: of the random streams of batches.
-        options: the strategy's options.
+        options: the strategy, which has the user's options.
 
     Attributes:
         pipeline: the module over the ranks.
         user_step: as given.
     """
 
-    def __init__(self, user_step: UserStep, seeds: Iterator[int], options: Options) -> None:
+    def __init__(self, user_step: UserStep, seeds: Iterator[int], options: PipeStrategy) -> None:
         self.user_step, self._seeds, self._options = user_step, seeds, options
         self._module, self.pipeline, self._world = user_step.module, user_step.pipeline, user_step.world
         # the methods of which a batch has had to run again: each waits for the batches before it
