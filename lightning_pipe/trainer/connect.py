@@ -14,7 +14,6 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -48,17 +47,14 @@ def connect(environment: ClusterEnvironment, backend: str, timeout: timedelta, h
     if dist.is_initialized():
         return
     meeting = _Meeting(environment.global_rank(), environment.world_size(), timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store, one for all attempts
-        store = _find(environment.main_address, environment.main_port, meeting)
-        name = f"{_run_name()}/{meeting.attempt(store)}"
+    started = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves a store, one for all attempts
+    address = _LOOPBACK if hosts == 1 and not started else environment.main_address
+    if meeting.process > 0 or started:
+        store = _find(address, environment.main_port, meeting)
     else:
-        address, name = _LOOPBACK if hosts == 1 else environment.main_address, _run_name()
-        if meeting.process == 0:
-            store = _serve(address if hosts == 1 else "", environment.main_port, meeting)
-        else:
-            store = _find(address, environment.main_port, meeting)
-    store = PrefixStore(f"lightning_pipe/{name}", store)
-    meeting.wait_for_all(store)
+        store = _serve(address if hosts == 1 else "", environment.main_port, meeting)
+    store = PrefixStore(f"lightning_pipe/{_run_name()}", store)
+    store = PrefixStore(meeting.attempt(store), store)
     connect_processes(environment, backend, timeout=timeout, store=store)
 
 
@@ -88,7 +84,7 @@ class _Meeting:
         return time.monotonic() < self._deadline
 
     def attempt(self, store: Store) -> str:
-        """A name that the processes of this attempt have in common, and no other attempt in the same store.
+        """Return when all processes have come to the store, and know that they can reach each other.
 
         After a restart ``torchrun`` goes on with the store of the attempt before, with the addresses of processes that
         have gone (torch 2.13), and its count of restarts differs between nodes: a node whose workers have not failed
@@ -96,40 +92,39 @@ class _Meeting:
 
             process 0                                  process n
             attempt = name                             reads a name, perhaps that of the last attempt
-            waits for name/here/1, name/here/2, …      name/here/n = an identity of its own
-            name/all = the identities                  waits for name/all with its identity, or for another name
-        """
-        mine = uuid.uuid4().hex
-        if self.process > 0:
-            return self._join_attempt(store, mine)
-        store.set("attempt", mine)
-        others = range(1, self.size)
-        self._await(store, others, f"{mine}/")
-        come = [store.get(f"{mine}/here/{number}").decode() for number in others]
-        store.set(f"{mine}/all", " ".join(come))
-        return mine
+            waits for name/here/1, name/here/2, …      name/here/n = an identity of its own, its host and address
+            name/all = what they have said             waits for name/all with its own words, or for another name
 
-    def _join_attempt(self, store: Store, mine: str) -> str:
+        Returns:
+            The name, which no other attempt in the same store has.
+        """
+        mine = json.dumps([uuid.uuid4().hex, socket.gethostname(), _gloo_address()])
+        if self.process == 0:
+            name = uuid.uuid4().hex
+            store.set("attempt", name)
+            while missing := self._away(store, name):
+                if not self.wait_a_moment():
+                    raise self._missing(missing)
+            come = [mine, *(store.get(f"{name}/here/{number}").decode() for number in range(1, self.size))]
+            store.set(f"{name}/all", json.dumps(come))
+        else:
+            name, come = self._join_attempt(store, mine)
+        _check_addresses([(host, address) for _, host, address in map(json.loads, come)])
+        return name
+
+    def _away(self, store: Store, name: str) -> list[int]:
+        return [number for number in range(1, self.size) if not store.check([f"{name}/here/{number}"])]
+
+    def _join_attempt(self, store: Store, mine: str) -> tuple[str, list[str]]:
+        name = ""
         while True:
             if store.check(["attempt"]):
                 name = store.get("attempt").decode()
                 store.set(f"{name}/here/{self.process}", mine)
-                if store.check([f"{name}/all"]) and mine in store.get(f"{name}/all").decode().split():
-                    return name
+                if store.check([f"{name}/all"]) and mine in (come := json.loads(store.get(f"{name}/all"))):
+                    return name, come
             if not self.wait_a_moment():
-                raise self._missing([0])
-
-    def wait_for_all(self, store: Store) -> None:
-        """Return when all processes have come to the store and know that they can reach each other."""
-        store.set(f"here/{self.process}", json.dumps([socket.gethostname(), _gloo_address()]))
-        self._await(store, range(self.size))
-        _check_addresses([json.loads(store.get(f"here/{number}")) for number in range(self.size)])
-
-    def _await(self, store: Store, processes: Sequence[int], prefix: str = "") -> None:
-        missing = list(processes)
-        while missing := [number for number in missing if not store.check([f"{prefix}here/{number}"])]:
-            if not self.wait_a_moment():
-                raise self._missing(missing)
+                raise self._missing((name and self._away(store, name)) or [0])
 
     def _missing(self, processes: list[int]) -> CommunicationError:
         return CommunicationError(

@@ -35,7 +35,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_a_process_that_does_not_come_is_named() -> None:
     store = connect._serve("127.0.0.1", free_port(), meeting(0))
     with pytest.raises(CommunicationError, match=r"Process 0 of 2 has waited 0\.3 s for process 1"):
-        meeting(0, 0.3).wait_for_all(store)
+        meeting(0, 0.3).attempt(store)
 
 
 def test_a_process_0_that_does_not_come_is_told() -> None:
