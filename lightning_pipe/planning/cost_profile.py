@@ -209,10 +209,10 @@ class CostProfile:
 
         Args:
             by: seconds of forward and backward, or bytes of parameters, gradients, optimizer and activations.
-            in_flight: micro-batches whose activations are held at once.
+            in_flight: micro-batches whose activations are held at once; with recomputation those of one are.
             recompute: whether forward passes run twice.
         """
-        at = self.sizes[min(self.sizes)]
+        at, in_flight = self.sizes[min(self.sizes)], 1 if recompute else in_flight
         if by == "time":
             return [(1 + recompute) * f + b for f, b in zip(at.forward, at.backward, strict=True)]
         return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -37,7 +36,7 @@ from lightning_pipe.planning.layer_sizes import stored
 from lightning_pipe.planning.prediction import stage_costs
 from lightning_pipe.profiling.measure import run_conditions
 from lightning_pipe.schedules.several_passes import may_repeat
-from lightning_pipe.simulate import Costs, simulate
+from lightning_pipe.simulate import Costs
 from lightning_pipe.torch_internals import ConvNd
 from lightning_pipe.trainer.at_rest import forget, refuse_export, resting, resume_divided, size_of
 from lightning_pipe.trainer.checks import check_copies
@@ -317,8 +316,7 @@ class DividedModule:
             known = stored(module, layers, conditions) if world.transport.process == 0 else None
             found = world.broadcast(known, 0)
             if found is not None:
-                in_flight, again = self._in_flight() if balance == "memory" else 1, self._options.recompute != "never"
-                measured = found.layer_costs(balance, in_flight, recompute=again)
+                measured = found.layer_costs(balance, stages, recompute=self._options.recompute != "never")
         if balance == AUTO and chosen.work:
             balance, by, measured = "time", "work", chosen.work
         counts = divide(module, layers, stages, balance, measured)
@@ -327,18 +325,6 @@ class DividedModule:
             notes.append(f"balanced by {by}: the largest stage costs {imbalance(costs, counts):.2f} x the mean")
         of_stages = None if found is None else stage_costs(found, counts, min(found.sizes), [1] * stages)
         return counts, tuple(notes), of_stages
-
-    def _in_flight(self) -> int:
-        """The most micro-batches of which a stage holds the activations at the same time."""
-        options, ranks, stages = self._options, self._world.layout.pipeline_parallel_size, self._world.layout.stages
-        if options.recompute != "never":
-            return 1
-        number = options.micro_batches if isinstance(options.micro_batches, int) else 4 * ranks
-        with warnings.catch_warnings():  # the numbers of micro-batches that come are not known yet
-            warnings.simplefilter("ignore")
-            schedule = options.family.build(ranks, number, stages=stages)
-        peak = max(simulate(schedule).peak_activations)
-        return max(1, math.ceil(peak * ranks / stages)) if schedule.synchronous else stages
 
 
 def names_of(module: pl.LightningModule, layers: str | Sequence[str] | None) -> tuple[list[str], list[str]]:

@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
-from lightning_pipe import CostProfile, PipeStrategy, profile
+from lightning_pipe import CostProfile, PipeStrategy, plan, profile
 from lightning_pipe.cli import main
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import divide, find_layers
@@ -128,6 +129,23 @@ def test_the_balance_follows_the_measurements() -> None:
     assert [b - a for a, b in zip(once, twice, strict=True)] == [10, 900, 10, 10]
     frozen = replace(found, layers=tuple(replace(each, frozen_bytes=each.parameter_bytes) for each in found.layers))
     assert frozen.layer_costs("memory", 0) == [layer.parameter_bytes for layer in found.layers]
+
+
+def test_a_run_divides_memory_as_its_plan_says(cache: Path) -> None:
+    net = Net()
+    layers = find_layers(net, "layers")
+    none = (0.0,) * 4
+    costs = SizeCosts((1.0,) * 4, (2.0,) * 4, (1.0,) * 4, (300, 0, 0, 0), none)
+    found = CostProfile("Net", without_times(net, layers).layers, {1: costs})
+    found.save(profile_path(net, layers))
+    options: dict[str, Any] = {"schedule": "looped_bfs", "micro_batches": 8, "layers": "layers"}
+    planned = plan(net, ranks=1, batch=8, profile=found, balance="memory", **options)
+    strategy = PipeStrategy(balance="memory", **options)
+    balances: list[Any] = []
+    noting = LambdaCallback(on_train_end=lambda *_: balances.append(strategy.run.pipeline.balance))
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=[noting], **QUIET)
+    trainer.fit(net, oracle.loader([torch.ones(8, 5, 8)]))
+    assert balances == [[len(stage.layers) for stage in planned.stages]]
 
 
 def test_a_profile_is_kept_by_the_module_and_checked_for_the_conditions(cache: Path) -> None:
