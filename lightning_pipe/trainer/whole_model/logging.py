@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -41,67 +41,50 @@ class LogKey(NamedTuple):
 
 
 @dataclass
-class LogEntry:
-    """What one call of ``self.log`` was given.
-
-    Args:
-        value: a tensor with one element; for a metric the value its ``forward`` has computed, if any.
-        metric: dotted name of the metric that is logged.
-        options: the other arguments of ``log``.
-        origin: the tensor that was logged; on a later stage its value may come after the call.
-    """
-
-    value: Tensor | None
-    metric: str | None
-    options: dict[str, Any]
-    origin: Tensor | None = None
-
-    def complete(self) -> None:
-        """Take a value that has come after the call. That it is used lets the earlier stage send it in every batch."""
-        if isinstance(self.value, Placeholder) and self.origin is not None:
-            self.value = self.origin.detach().clone()
-        self.origin = None
-
-
-Logged = dict[int, dict[LogKey, LogEntry]]
-"""What was logged in each micro-batch."""
-
-
-@dataclass
 class Merged:
-    """What some micro-batches logged under one key.
+    """What some micro-batches logged under one key: one of them when it is recorded, all of a rank from `merge` on.
 
     Args:
         key: names it.
         metric: dotted name of the metric that is logged.
         options: the other arguments of ``log``.
-        dtype: of the values; ``None`` for a metric without a value.
         reduction: how the values of micro-batches make that of the batch: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``.
-        values: of the micro-batches.
-        weights: of the values in a mean.
+        values: of the micro-batches; until `merge` a tensor with one element, for a metric what its ``forward`` has
+            computed, if anything.
+        weights: of the values in a mean, from `merge` on.
+        dtype: of the values, from `merge` on; ``None`` for a metric without a value.
         is_loss: whether each of them was the loss of its micro-batch.
+        origin: the tensor that was logged; on a later stage its value may come after the call.
     """
 
     key: LogKey
     metric: str | None
     options: dict[str, Any]
-    dtype: torch.dtype | None
     reduction: str
-    values: list[float]
-    weights: list[float]
+    values: list[Any]
+    weights: list[float] = field(default_factory=list)
+    dtype: torch.dtype | None = None
     is_loss: bool = False
+    origin: Tensor | None = None
+
+    def complete(self) -> None:
+        """Take a value that has come after the call. That it is used lets the earlier stage send it in every batch."""
+        if isinstance(self.values[0], Placeholder) and self.origin is not None:
+            self.values = [self.origin.detach().clone()]
+        self.origin = None
 
     @property
     def result(self) -> float:
         """The value for all of them."""
+        values: list[float] = self.values
         if self.reduction == "mean":
-            pairs = zip(self.values, self.weights, strict=True)
+            pairs = zip(values, self.weights, strict=True)
             return sum(value * weight for value, weight in pairs if weight) / (self.weight or 1.0)
         if self.reduction == "sum":
-            return sum(self.values)
-        if any(map(math.isnan, self.values)):
+            return sum(values)
+        if any(map(math.isnan, values)):
             return math.nan
-        return min(self.values) if self.reduction == "min" else max(self.values)
+        return min(values) if self.reduction == "min" else max(values)
 
     @property
     def weight(self) -> float:
@@ -115,6 +98,10 @@ class Merged:
         self.is_loss &= other.is_loss
 
 
+Logged = dict[int, dict[LogKey, Merged]]
+"""What was logged in each micro-batch."""
+
+
 @dataclass
 class Log:
     """Records ``self.log`` while steps run.
@@ -126,7 +113,7 @@ class Log:
 
     module: nn.Module
     metrics: Mapping[int, str]
-    _current: dict[LogKey, LogEntry] | None = None
+    _current: dict[LogKey, Merged] | None = None
 
     def __post_init__(self) -> None:
         named = self.module.named_modules()
@@ -220,8 +207,9 @@ class Log:
                 return
         assert self._current is not None
         occurrence = sum(key[:2] == (owner, name) for key in self._current)
-        origin = value if isinstance(value, Tensor) else None
-        self._current[LogKey(owner, name, occurrence)] = LogEntry(kept, metric, options, origin)
+        key, origin = LogKey(owner, name, occurrence), value if isinstance(value, Tensor) else None
+        reduction = "mean" if metric else _reduction(options.get("reduce_fx", "mean"))
+        self._current[key] = Merged(key, metric, options, reduction, [kept], origin=origin)
 
 
 def _move(metric: Any, *args: Any, **options: Any) -> Any:
@@ -242,13 +230,15 @@ def merge(logged: Logged, samples: Sequence[float], losses: Mapping[int, float] 
         samples: of every micro-batch of the batch.
         losses: of every micro-batch, to tell which of the values are the loss.
     """
-    found = [
-        (key, entry, samples[micro_batch], (losses or {}).get(micro_batch))
-        for micro_batch, entries in sorted(logged.items())
-        for key, entry in entries.items()
-    ]
-    values = to_host([entry.value for _, entry, *_ in found])
-    return combine(_single(*one, value) for one, value in zip(found, values, strict=True))
+    found = [(micro_batch, one) for micro_batch, entries in sorted(logged.items()) for one in entries.values()]
+    values = to_host([one.values[0] for _, one in found])
+    for (micro_batch, one), value in zip(found, values, strict=True):
+        tensor, given = one.values[0], one.options.get("batch_size")
+        if tensor is not None:
+            one.dtype = tensor.dtype if tensor.is_floating_point() else _default_dtype()
+        one.values, one.weights = [value], [float(samples[micro_batch] if given is None else given)]
+        one.is_loss = value == (losses or {}).get(micro_batch)
+    return combine(one for _, one in found)
 
 
 def combine(merged: Iterable[Merged]) -> list[Merged]:
@@ -258,14 +248,6 @@ def combine(merged: Iterable[Merged]) -> list[Merged]:
         if (known := result.setdefault(one.key, one)) is not one:
             known.merge(one)
     return list(result.values())
-
-
-def _single(key: LogKey, entry: LogEntry, samples: float, loss: float | None, value: float) -> Merged:
-    given = entry.options.get("batch_size")
-    weight = float(samples if given is None else given)
-    dtype = None if entry.value is None else entry.value.dtype if entry.value.is_floating_point() else _default_dtype()
-    reduction = "mean" if entry.metric else _reduction(entry.options.get("reduce_fx", "mean"))
-    return Merged(key, entry.metric, entry.options, dtype, reduction, [value], [weight], value == loss)
 
 
 def single_value(value: Any) -> Tensor | None:
