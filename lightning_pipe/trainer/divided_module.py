@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch
@@ -148,7 +148,7 @@ class DividedModule:
         if chosen is None:
             none = [0] * world.layout.stages
             whole = Pipeline(module, [], none, options.family, world.transport, recompute=options.recompute)
-            report = self._report(whole)
+            report = Report(module, whole)
         else:
             before = before or resume_divided(module, chosen.layers, world.transport, world.layout.stages)
             report = self._cut(chosen, before)
@@ -280,7 +280,7 @@ class DividedModule:
                 )
         if whole is not None:
             undivided.divide(whole, layers, counts, passes, deferred_batch_norm=options.deferred_batch_norm)
-            return self._report(whole, notes, costs, built)
+            return Report(module, whole, notes, costs, built)
         pipeline = Pipeline(
             module,
             layers,
@@ -293,10 +293,7 @@ class DividedModule:
             before=before,
         )
         pipeline.partition()
-        return self._report(pipeline, notes, costs, built)
-
-    def _report(self, pipeline: Pipeline, *found: Any) -> Report:
-        return Report(self._module, pipeline, self._world.layout, self._options.shard_optimizer, *found)
+        return Report(module, pipeline, notes, costs, built)
 
     def _balance(self, chosen: Chosen) -> tuple[list[int], tuple[str, ...], Costs | None]:
         """The layers of each stage, the same on all processes, with notes and costs of the `Report`."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.batches.micro_batches import MicroBatches
-from lightning_pipe.config import BatchEquation, RunLayout, Sharding
+from lightning_pipe.config import BatchEquation
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.planning.batch_norms import norms_note
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.make import assembled, label_of, predicted_bubble
 from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
 from lightning_pipe.simulate import Costs
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 
 def peak_memory() -> tuple[int, int]:
@@ -38,8 +42,6 @@ class Report:
     Args:
         module: the LightningModule.
         pipeline: the module over the ranks.
-        layout: sizes of pipelines and replicas.
-        sharding: what the holders of a parameter divide.
         notes: further lines of the plan.
         costs: of the stages, if they have been measured.
         built: bytes of parameters that every process has built whole.
@@ -47,8 +49,6 @@ class Report:
 
     module: pl.LightningModule
     pipeline: Pipeline
-    layout: RunLayout
-    sharding: Sharding
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
     built: int = 0
@@ -65,20 +65,17 @@ class Report:
             chosen: whether ``micro_batches="auto"`` has chosen their number.
         """
         if self._plan is None:
-            accumulation = self.module.trainer.accumulate_grad_batches
-            equation = BatchEquation(
-                sum(micro_batches.sizes), len(micro_batches.parts), self.layout.data_parallel_size, accumulation
-            )
-            ranks = self.layout.pipeline_parallel_size
-            of_norms = norms_note(self.module, micro_batches.sizes, ranks, self._bubble, chosen)
+            accumulation, topology = self.module.trainer.accumulate_grad_batches, self.pipeline.transport.topology
+            sizes, ranks, side_by_side = micro_batches.sizes, topology.ranks, topology.replicas
+            equation = BatchEquation(sum(sizes), len(sizes), side_by_side, accumulation)
+            of_norms = norms_note(self.module, sizes, ranks, self._bubble, chosen)
             for line in of_norms if chosen else ():
                 rank_zero_warn(line)
             uncut = (micro_batches.uncut,) if micro_batches.uncut else ()
             # steps may divide their batch by these two
-            here, side_by_side = self.module.trainer.num_devices, self.layout.data_parallel_size
             counts = (
-                f"trainer.num_devices counts the {here} ranks of this machine; batches side by side: "
-                f"trainer.strategy.num_processes={side_by_side}"
+                f"trainer.num_devices counts the {self.module.trainer.num_devices} ranks of this machine; batches side "
+                f"by side: trainer.strategy.num_processes={side_by_side}"
             )
             notes = (*([counts] if ranks > 1 else []), *uncut, *of_norms, *of_loaders())
             self._plan = self._announce(equation, notes)
@@ -93,9 +90,9 @@ class Report:
 
     def _announce(self, batch: BatchEquation, notes: tuple[str, ...]) -> Plan:
         """Print the plan, with the schedule of the first batch. Collective over the pipeline."""
-        pipeline = self.pipeline
-        division = Division.of_run(self.module, self.sharding)
-        if self.layout.tensor_parallel_size > 1 or self.sharding == "parameters":
+        pipeline, strategy = self.pipeline, cast("PipeStrategy", self.module.trainer.strategy)
+        division = Division.of_run(self.module, strategy.shard_optimizer)
+        if pipeline.transport.topology.tensor > 1 or strategy.shard_optimizer == "parameters":
             # each rank knows how the parameters of its own stages are divided
             division = Division.of_all(pipeline.transport.all_gather_object(division, pipeline.pipeline_members))
         made = assembled(
@@ -127,7 +124,7 @@ class Report:
         measured = (
             1 - sum(busy for busy, _ in times) / (elapsed * len(times)) if transport.device.type == "cpu" else None
         )
-        samples = self._samples * self.layout.data_parallel_size
+        samples = self._samples * transport.topology.replicas
         if self.module.trainer.is_global_zero:
             # not by the progress bar, which is closed by now and drops what it is given
             predicted = None if self._plan is None else self._plan.bubble
