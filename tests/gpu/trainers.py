@@ -23,8 +23,8 @@ from tests.support.user_modules import Means
 
 STAGES, RANKS = 4, 2
 NAMES = (
-    "micro_batches", "accumulated", "clipped_by_value", "interleaved", "recomputed", "two_loss_ranks", "outputs",
-    "finetuned", "plateau", "hooks", "averaged", "bf16_mixed", "double", "validation_in_between",
+    "micro_batches", "accumulated", "options", "interleaved", "recomputed", "two_loss_ranks",
+    "finetuned_stream", "hooks", "averaged", "bf16_mixed_overfit_batches", "double",
 )  # fmt: skip
 """Cases of `tests.support.trainer_runs`; the first one runs in a small setting."""
 LIVES: dict[str, dict[str, Any]] = {

@@ -97,13 +97,6 @@ class RecurrentHead(Lit):
         return self.head(super().forward(x).unsqueeze(1).repeat(1, 2, 1))[1][0][-1]
 
 
-class TwoValidationSets(Lit):
-    """Tells validation sets apart."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return super().validation_step(batch, batch_idx)
-
-
 class TwoTrainingSets(Lit):
     """Joins the batches of two loaders."""
 
@@ -119,16 +112,6 @@ class StopsItself(Lit):
         if batch_idx == 2 and self.trainer.is_global_zero:
             self.trainer.should_stop = True
         return super().training_step(batch, batch_idx)
-
-
-class ReturnsMore(Lit):
-    """Returns more than the loss and reads it in a hook."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "labels": batch[1], "two": torch.tensor(2.0)}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("labels", outputs["labels"].double().mean() * outputs["two"])
 
 
 class OwnSGD(Lit):
@@ -152,16 +135,6 @@ class ClippedInParts(Lit):
         norms = [nn.utils.get_total_norm([parameter.grad for parameter in stage]) for stage in stages]
         norm = torch.stack([norm.double() ** 2 for norm in norms]).sum().sqrt()
         nn.utils.clip_grads_with_norm_(self.parameters(), float(gradient_clip_val), norm.float())
-
-
-class Groups(Lit):
-    """Has parameter groups with different learning rates."""
-
-    def configure_optimizers(self) -> Any:
-        rest = [*self.embed.parameters(), *self.model[:-1].parameters()]
-        return torch.optim.SGD(
-            [{"params": self.model[-1].parameters(), "lr": 0.1}, {"params": rest, "lr": 0.01}], momentum=0.9
-        )
 
 
 class Finetuned(callbacks.BaseFinetuning):
@@ -197,17 +170,12 @@ class Normalised(Lit):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Plateau(Lit):
-    """Lowers the learning rate by a monitored value of the last stage."""
+class SeveralHooks(Lit):
+    """Overrides the hooks around the optimizer, and puts a hook on a parameter.
 
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-
-class Hooks(Lit):
-    """Overrides hooks around the optimizer, and puts a hook on a parameter."""
+    Steps use collectives, which not all ranks run to their end, and return more than the loss for a hook to read. Two
+    groups of parameters have rates of their own, which a monitored value of the last stage lowers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,6 +186,20 @@ class Hooks(Lit):
         self.calls += 1
         return gradient * 0.5
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.strategy.barrier()
+        assert self.trainer.log_dir is None or self.trainer.log_dir
+        self.log("gathered", self.all_gather(torch.ones(2)).sum())
+        loss = super().training_step(batch, batch_idx)
+        self.log("gathered_loss", self.all_gather(loss.detach()).mean())
+        return {"loss": loss, "labels": batch[1], "two": torch.tensor(2.0)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("labels", outputs["labels"].double().mean() * outputs["two"])
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return super().validation_step(batch, batch_idx)
+
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.log("old_gradients", float(any(p.grad is not None for p in self.parameters())))
 
@@ -227,17 +209,14 @@ class Hooks(Lit):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         optimizer.step(closure=closure)
 
-
-class Collectives(Lit):
-    """Uses collectives in a step, which not all ranks run to its end."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.trainer.strategy.barrier()
-        assert self.trainer.log_dir is None or self.trainer.log_dir
-        self.log("gathered", self.all_gather(torch.ones(2)).sum())
-        loss = super().training_step(batch, batch_idx)
-        self.log("gathered_loss", self.all_gather(loss.detach()).mean())
-        return loss
+    def configure_optimizers(self) -> Any:
+        rest = [*self.embed.parameters(), *self.model[:-1].parameters()]
+        optimizer = torch.optim.SGD(
+            [{"params": self.model[-1].parameters(), "lr": 0.1}, {"params": rest, "lr": 0.01}], momentum=0.9
+        )
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=10.0)
+        scheduler = {"scheduler": scheduler, "monitor": "val_loss/dataloader_idx_0"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 class Means(Lit):
@@ -321,7 +300,7 @@ class Augmented(Data):
 class AugmentedByWorkers(Augmented):
     """... in worker processes."""
 
-    def __init__(self, length: int = 44) -> None:
+    def __init__(self, length: int = 28) -> None:
         super().__init__(length, workers=2)
 
 
@@ -329,14 +308,14 @@ class TwoValidationLoaders(Data):
     """Validation sets of different sizes."""
 
     def val_dataloader(self) -> Any:
-        return [DataLoader(dataset(20, seed=4), batch_size=8), DataLoader(dataset(12, seed=5), batch_size=5)]
+        return [DataLoader(dataset(12, seed=4), batch_size=8), DataLoader(dataset(7, seed=5), batch_size=5)]
 
 
 class Combined(Data):
     """Two loaders that are read side by side; the shorter one starts again."""
 
     def train_dataloader(self) -> Any:
-        return {"a": DataLoader(dataset(16), batch_size=4), "b": DataLoader(dataset(20, seed=9), batch_size=4)}
+        return {"a": DataLoader(dataset(8), batch_size=4), "b": DataLoader(dataset(12, seed=9), batch_size=4)}
 
 
 class Stream(IterableDataset):
@@ -365,4 +344,4 @@ class Single(Data):
         return self.loader(self.length, 3, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        return self.loader(20, 4, shuffle=False)
+        return self.loader(12, 4, shuffle=False)

@@ -27,33 +27,40 @@ FEATURES: dict[str, list[tuple[str, str]]] = {
     ],
     "accumulated": [(FLAG, "accumulate_grad_batches")],
     "clipped": [(FLAG, "gradient_clip_val")],
-    "clipped_by_value": [(FLAG, "gradient_clip_algorithm")],
-    "configure_model": [(HOOK, "layers built in configure_model")],
+    "options": [
+        (FLAG, "gradient_clip_algorithm"),
+        *((FLAG, name) for name in ("limit_train_batches", "limit_val_batches", "num_sanity_val_steps")),
+        *((FLAG, name) for name in ("reload_dataloaders_every_n_epochs", "val_check_interval")),
+        *((FLAG, name) for name in ("profiler", "detect_anomaly")),
+    ],
+    "configure_model_augmented": [
+        (HOOK, "layers built in configure_model"),
+        (DATA, "random transforms in the data"),
+    ],
     "setup": [(HOOK, "layers built in setup")],
     "averaged": [(CALLBACK, "EMAWeightAveraging"), (CALLBACK, "WeightAveraging")],
-    "stochastic_averaging": [(CALLBACK, "StochasticWeightAveraging")],
-    "augmented": [(DATA, "random transforms in the data")],
-    "augmented_by_workers": [(DATA, "random transforms in workers")],
-    "two_validation_sets": [(DATA, "several loaders for validation")],
-    "combined": [(DATA, "CombinedLoader")],
-    "stream": [(DATA, "IterableDataset")],
-    "should_stop": [(HOOK, "trainer.should_stop in a step")],
-    "outputs": [(HOOK, "what a step returns")],
+    "stochastic_averaging_combined": [(CALLBACK, "StochasticWeightAveraging"), (DATA, "CombinedLoader")],
+    "augmented_by_workers_until_should_stop": [
+        (DATA, "random transforms in workers"),
+        (HOOK, "trainer.should_stop in a step"),
+    ],
     "frozen": [(OPTIMIZER, "SGD with momentum")],
-    "groups": [(OPTIMIZER, "several parameter groups")],
-    "finetuned": [(CALLBACK, "BaseFinetuning"), (OPTIMIZER, "parameters that thaw during training")],
-    "plateau": [(OPTIMIZER, "ReduceLROnPlateau")],
-    "hooks": [(HOOK, "backward, optimizer_step and tensor hooks of one's own")],
-    "collectives": [(HOOK, "collectives in steps")],
+    "finetuned_stream": [
+        (CALLBACK, "BaseFinetuning"),
+        (OPTIMIZER, "parameters that thaw during training"),
+        (DATA, "IterableDataset"),
+    ],
+    "hooks": [
+        (HOOK, "backward, optimizer_step and tensor hooks of one's own"),
+        (HOOK, "what a step returns"),
+        (HOOK, "collectives in steps"),
+        (DATA, "several loaders for validation"),
+        (OPTIMIZER, "several parameter groups"),
+        (OPTIMIZER, "ReduceLROnPlateau"),
+    ],
     "early_stopping": [(CALLBACK, "EarlyStopping")],
     "fast_dev_run": [(FLAG, "fast_dev_run")],
-    "overfit_batches": [(FLAG, "overfit_batches")],
-    "limits": [
-        *((FLAG, name) for name in ("limit_train_batches", "limit_val_batches", "num_sanity_val_steps")),
-        (FLAG, "reload_dataloaders_every_n_epochs"),
-    ],
-    "validation_in_between": [(FLAG, name) for name in ("val_check_interval", "profiler", "detect_anomaly")],
-    "bf16_mixed": [(PRECISION, "MixedPrecision"), (FLAG, "precision")],
+    "bf16_mixed_overfit_batches": [(PRECISION, "MixedPrecision"), (FLAG, "precision"), (FLAG, "overfit_batches")],
     "bf16_true": [(PRECISION, "HalfPrecision")],
     "double": [(PRECISION, "DoublePrecision")],
     "scaled": [(FLAG, "plugins"), (PRECISION, "MixedPrecision with a GradScaler (16-mixed)")],
@@ -67,9 +74,9 @@ SLOW = {
 }
 """What others prove among the fast tests.
 
-Tests of equality train with schedules. Some cases are of a kind of which one is fast; "finetuned" clips, "stream" has
-SGD. A scheduler accumulates in `test_features`, weights are averaged in `checkpoints.test_divided`, and an evaluation
-stops early in `evaluation.test_stream`.
+Tests of equality train with schedules. Some cases are of a kind of which one is fast; "finetuned_stream" clips, "hooks"
+has SGD with momentum. A scheduler accumulates in `test_features`, weights are averaged in `checkpoints.test_divided`,
+and an evaluation stops early in `evaluation.test_stream`.
 """
 
 
