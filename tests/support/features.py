@@ -14,7 +14,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.tuner import Tuner
 
 from tests.support.lit_modules import Data, Lit
-from tests.support.trainer_runs import QUIET, quiet
+from tests.support.trainer_runs import QUIET, ROWS, quiet
 
 
 class Runner:
@@ -41,7 +41,7 @@ class Runner:
     def fit(self, module: L.LightningModule | None = None, **options: Any) -> L.Trainer:
         """Train; the weights of all parts are those of the whole module afterwards."""
         trainer = self.trainer(**options)
-        trainer.fit((Lit() if module is None else module).double(), datamodule=Data())
+        trainer.fit((Lit() if module is None else module).double(), datamodule=Data(ROWS))
         return trainer
 
 
@@ -97,9 +97,9 @@ def limited_evaluations(runner: Runner) -> Any:
     """How many batches of each kind there are, without inference mode."""
     trainer = runner.trainer(limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1, inference_mode=False)
     module = Inferring().double()
-    found = [trainer.validate(module, datamodule=Data(), verbose=False)]
-    found.append(trainer.test(module, datamodule=Data(), verbose=False))
-    return found, [each.tolist() for each in trainer.predict(module, datamodule=Data())]
+    found = [trainer.validate(module, datamodule=Data(ROWS), verbose=False)]
+    found.append(trainer.test(module, datamodule=Data(ROWS), verbose=False))
+    return found, [each.tolist() for each in trainer.predict(module, datamodule=Data(ROWS))]
 
 
 def root_folder(runner: Runner) -> Any:
@@ -238,7 +238,7 @@ def found_rate(runner: Runner) -> Any:
     """What the Tuner and `LearningRateFinder` find."""
     trainer = runner.trainer(max_epochs=2)
     module = Lit().double()
-    finder = Tuner(trainer).lr_find(module, datamodule=Data(), num_training=6, early_stop_threshold=None)
+    finder = Tuner(trainer).lr_find(module, datamodule=Data(ROWS), num_training=6, early_stop_threshold=None)
     assert finder is not None
     return finder.results
 

@@ -102,7 +102,7 @@ def dataset(length: int, seed: int = 3) -> TensorDataset:
 class Data(L.LightningDataModule):
     """Shuffled training data with a short last batch, two validation batches."""
 
-    def __init__(self, length: int = 44, batch_size: int = 8, workers: int = 0) -> None:
+    def __init__(self, length: int = 28, batch_size: int = 8, workers: int = 0) -> None:
         super().__init__()
         self.length, self.batch_size, self.workers = length, batch_size, workers
 
@@ -110,7 +110,7 @@ class Data(L.LightningDataModule):
         return DataLoader(dataset(self.length), batch_size=self.batch_size, shuffle=True, num_workers=self.workers)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(dataset(20, seed=4), batch_size=self.batch_size, num_workers=self.workers)
+        return DataLoader(dataset(12, seed=4), batch_size=self.batch_size, num_workers=self.workers)
 
     def test_dataloader(self) -> DataLoader:
         return self.val_dataloader()

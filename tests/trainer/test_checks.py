@@ -186,11 +186,11 @@ class BrokenSamples(Data):
     """Its third batch cannot be loaded."""
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(dataset(44), batch_size=8, collate_fn=self.collate)
+        return DataLoader(dataset(28), batch_size=8, collate_fn=self.collate)
 
     def collate(self, items: list[Any]) -> Any:
         self.length -= 8
-        if self.length < 24:
+        if self.length < 8:
             raise KeyError("broken sample")
         return default_collate(items)
 

@@ -73,7 +73,7 @@ class Ordered(Data):
     """Batches in a fixed order, the same for all replicas."""
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(dataset(44), batch_size=8)
+        return DataLoader(dataset(28), batch_size=8)
 
 
 class Uneven(Data):
@@ -175,7 +175,7 @@ def test_samples_are_divided_over_replicas_not_over_ranks(four: list[dict[str, A
 def test_logged_values_are_reduced_over_replicas(four: list[dict[str, Any]]) -> None:
     for found in four:
         metrics = found["metrics"]
-        assert metrics["rows"] == 44
+        assert metrics["rows"] == 28
         assert metrics["gathered"] == pytest.approx(metrics["mean_step"])
         for name in ("mean", "rows", "accuracy", "val_accuracy"):
             assert metrics[name] == pytest.approx(four[0]["metrics"][name])
