@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins import MixedPrecision
 
+from lightning_pipe.trainer import meeting
+from lightning_pipe.transport import failures
+from lightning_pipe.transport.failures import FailureBoard
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit
 from tests.support.user_modules import (
@@ -94,6 +100,17 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Processes soon say for how long they wait, and look often at what others say."""
+    with ExitStack() as patches:
+        for module in (meeting, failures):
+            patches.enter_context(mock.patch.object(module, "SETTLED", 0.5))
+        often = partialmethod(FailureBoard.watch, interval=0.1)
+        patches.enter_context(mock.patch.object(FailureBoard, "watch", often))
+        yield
 
 
 def fit(case: Case, devices: int | None, accelerator: str = "cpu") -> Outcome:

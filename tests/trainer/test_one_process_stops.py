@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CollectiveError, CommunicationError
-from lightning_pipe.trainer import meeting
-from lightning_pipe.transport import failures
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import in_turn, refusals
-from tests.support.trainer_runs import QUIET, quiet
+from tests.support.trainer_runs import QUIET, impatient, quiet
 
 
 class Stops(L.Callback):
@@ -58,7 +55,7 @@ def test_all_stop_after_the_same_batch() -> None:
 def alone(process: int, case: tuple[str, int, int]) -> None:
     """One process stops, and the others soon say for how long they wait."""
     hook, other, replicas = case
-    with mock.patch.object(meeting, "SETTLED", 0.5), mock.patch.object(failures, "SETTLED", 0.5):
+    with impatient():
         stopped(process, hook, (other,), replicas)
 
 

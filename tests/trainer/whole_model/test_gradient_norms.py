@@ -16,7 +16,7 @@ from lightning_pipe.errors import PipeError
 from tests.support import oracle
 from tests.support.lit_modules import FEATURES, Data
 from tests.support.processes import refusals, run_trainers
-from tests.support.trainer_runs import QUIET, quiet
+from tests.support.trainer_runs import QUIET, impatient, quiet
 
 
 class Norms(L.LightningModule):
@@ -87,13 +87,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def fit_all(process: int) -> dict[str, Any]:
-    return {name: fit(2, **options) for name, options in CASES.items()}
+def fit_all(process: int, names: Sequence[str]) -> dict[str, Any]:
+    return {name: fit(2, **CASES[name]) for name in names}
 
 
-def test_norms_are_those_of_one_device() -> None:
+OFTEN = ("1f1b", "chimera_sharded", "replicas_scattered")
+"""Gradients on their ranks, summed over copies of stages and divided over replicas."""
+
+
+@pytest.mark.parametrize(
+    "names", [OFTEN, pytest.param([name for name in CASES if name not in OFTEN], marks=pytest.mark.slow)]
+)
+def test_norms_are_those_of_one_device(names: Sequence[str]) -> None:
     seen, truth = fit(None)
-    for process in run_trainers(fit_all, 2, timeout=60):
+    for process in run_trainers(fit_all, 2, timeout=60, names=names):
         for name, (found, trace) in process.items():
             assert found == pytest.approx(seen, rel=1e-7), name
             oracle.assert_equal(trace, truth)
@@ -176,7 +183,8 @@ def refused(process: int, kind: type[Norms]) -> None:
     quiet()
     strategy = PipeStrategy(**{"micro_batches": 2, **REFUSALS[kind][1]})
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
-    trainer.fit(kind().double(), Data().train_dataloader())
+    with impatient():
+        trainer.fit(kind().double(), Data().train_dataloader())
 
 
 FAST = (OnOneRank, Norms, TorchClips, LightningTells, Scattered)
