@@ -50,11 +50,11 @@ class Lit(L.LightningModule):
     def data(self) -> DataLoader[Any]:
         random = torch.Generator().manual_seed(5)
         x = (
-            torch.randint(self.words, (24, *self.rows), generator=random)
+            torch.randint(self.words, (16, *self.rows), generator=random)
             if self.words
-            else torch.randn(24, *self.rows, generator=random, dtype=torch.float64)
+            else torch.randn(16, *self.rows, generator=random, dtype=torch.float64)
         )
-        y = torch.randn(24, *self.target, generator=random, dtype=torch.float64)
+        y = torch.randn(16, *self.target, generator=random, dtype=torch.float64)
         return DataLoader(TensorDataset(x, y), batch_size=8)
 
 
@@ -373,7 +373,7 @@ class HeadOfTask(Lit):
 
     def data(self) -> DataLoader[Any]:
         x, y = super().data().dataset.tensors
-        batches = zip(x.split(8), y.split(8), ("two", "one", "three"), strict=True)
+        batches = zip(x.split(6), y.split(6), ("two", "one", "three"), strict=True)
         return DataLoader(list(batches), batch_size=None)
 
 

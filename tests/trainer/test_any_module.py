@@ -85,7 +85,7 @@ def cases() -> list[Any]:
     ways = [(2, word) for word in WORDS] + [(4, WORD)]
     found = []
     for (ranks, word), name in itertools.product(ways, MODULES):
-        fast = ranks == 2 and ((word == WORD and name in FAST) or (word, name) == ("pipe_chimera", "TwoTowers"))
+        fast = (ranks, word) == (2, WORD) and name in FAST
         if (name, word) not in TWO_PASSES and (ranks == 2 or name in OF_FOUR):
             found.append(pytest.param(ranks, word, name, marks=() if fast else pytest.mark.slow))
     return found
