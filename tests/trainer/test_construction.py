@@ -141,7 +141,7 @@ def fit(process: int, devices: int | None, way: str) -> dict[str, Any]:
     with bytes_made() as made:
         with context:
             module = kind()
-        trainer.fit(module, DataLoader(torch.arange(24 * 8).remainder(100).view(24, 8), batch_size=8))
+        trainer.fit(module, DataLoader(torch.arange(16 * 8).remainder(100).view(16, 8), batch_size=8))
     return {
         "values": watch.values,
         "made": sum(made),
@@ -195,7 +195,7 @@ def test_a_precision_that_replaces_classes() -> None:
         module = Lit()
     assert type(module.head) is Replaced
     assert is_deferred(module.layers[0].one.weight)
-    trainer.fit(module, DataLoader(torch.arange(24 * 8).remainder(100).view(24, 8), batch_size=8))
+    trainer.fit(module, DataLoader(torch.arange(16 * 8).remainder(100).view(16, 8), batch_size=8))
     expected = fit(0, None, "plain")["weights"]
     for name, weight in oracle.state_of(module).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)

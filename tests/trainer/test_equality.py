@@ -87,9 +87,9 @@ KINDS = [ZOO[name] for name in ("structures", "skips", "shared_module", "statist
 """Shapes of values, of modules and of batches."""
 FAST: list[tuple[Point, list[Entry]]] = [
     (Point("interleaved", stages=4, micro_batches=3, steps=2), [ZOO["t5"]]),
-    (Point(Chimera(), stages=2, micro_batches=2), THREE[:2]),
-    (Point("of torch", stages=4, micro_batches=4), THREE[1:2]),
-    (Point("of one's own", micro_batches=3), THREE[:1]),
+    (Point(Chimera(), stages=2, micro_batches=2, steps=2), THREE[:1]),
+    (Point("of torch", stages=4, micro_batches=4, steps=2), THREE[1:2]),
+    (Point("of one's own", micro_batches=3, steps=2), THREE[:1]),
     (POINT, KINDS),
 ]
 SLOW: list[tuple[Point, list[Entry]]] = [
@@ -209,7 +209,7 @@ def test_equals_one_device(number: int, trained: dict[int, Any]) -> None:
 
 
 def test_random_numbers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    points = [Point(stages=stages, ranks=ranks) for stages, ranks in ((1, 1), (4, 1), (2, 2))]
+    points = [Point(stages=stages, ranks=ranks, steps=2) for stages, ranks in ((1, 1), (4, 1), (2, 2))]
     noise = {"name": "noise", "folder": tmp_path}
     first, other = (train(0, point=point, **noise) for point in points[:2])
     for trace in (other, *run_trainers(train, 2, point=points[2], **noise)):

@@ -130,7 +130,7 @@ class Decodes(Generates):
 
 
 def predicted(process: int, devices: int, kind: type[Generates] = Static) -> list[Any]:
-    rows = torch.randint(3, 61, (3, 5), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     strategy: Any = PipeStrategy(layers=LAYERS["llama"]) if devices > 1 else "auto"
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, enable_model_summary=False, **quiet)
@@ -166,7 +166,7 @@ def generate(process: int, kind: str, devices: int, fits: bool = False, plain: b
         accelerator="cpu", devices=devices, enable_model_summary=False, max_epochs=1, **quiet, **options
     )
     if fits:  # from its first batch on the ranks hold what they use
-        trainer.fit(module, data, data)
+        trainer.fit(module, data)
     trainer.validate(module, data, verbose=False)
     logged = float(trainer.callback_metrics["sum"])
     predicted = trainer.predict(module, data)

@@ -169,8 +169,8 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 INSIDE: dict[str, Any] = {"letters": "ssss", "strategy": {"layers": ["net.0.0", "net.0.1"], "passes": 4}}
 HALF = {"precision": "bf16-mixed"}
 FAST = {
-    "clipped_and_accumulated": Case(trainer={"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
-    "passes": Case(**INSIDE, trainer={"gradient_clip_val": 0.05}),
+    "clipped_and_accumulated": Case(trainer={"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 2}),
+    "passes": Case(**INSIDE, trainer={"gradient_clip_val": 0.05, "max_epochs": 2}),
 }
 SLOW = {
     "by_value": Case(trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),

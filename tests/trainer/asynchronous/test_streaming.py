@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_pipe.schedules import PipeDream
 from tests.support.asynchronous_engine import pipedream, two_versions
-from tests.support.asynchronous_trainer import EPOCH, ROWS, assert_close, assert_weights, closed_form, run, run_all
+from tests.support.asynchronous_trainer import EPOCH, ROWS, assert_close, assert_weights, closed_form, fit, run, run_all
 from tests.support.pairs import slow_but
 
 PIPEDREAM = {"schedule": "pipedream", "layers": "net.layers"}
@@ -78,7 +78,7 @@ def test_replicas_of_stages_step_after_several_batches() -> None:
 def test_one_device() -> None:
     for schedule, version, size in (("pipedream", pipedream(1), 1), ("pipedream_2bw", two_versions, 4)):
         strategy = {"schedule": schedule, "layers": "net.layers", "micro_batches": size, "stages": 3}
-        outcomes = run(strategy, {"max_epochs": 2, "val_check_interval": 3}, devices=1)
+        outcomes = [fit(0, strategy, {"max_epochs": 2, "val_check_interval": 3}, devices=1)]
         losses, _, values = closed_form([*range(EPOCH)] * 2, 1, version, [], size)
         assert_weights(outcomes, values)
         assert_close(outcomes[0].logged["train_loss_step"], losses)

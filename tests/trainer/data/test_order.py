@@ -49,7 +49,7 @@ class Model(L.LightningModule):
         return DataLoader(rows(), BATCH, shuffle=True, generator=self.generator)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(rows(), BATCH)
+        return DataLoader(rows()[:BATCH], BATCH)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)

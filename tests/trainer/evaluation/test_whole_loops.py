@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,10 @@ def trainer_for(devices: int | None, name: str, callbacks: list[L.Callback], **o
 
 
 LIMITS = (1, 7)
+"""Of batches; in fast tests one between them."""
 
 
-def loops(process: int, devices: int | None, name: str, folder: Path) -> dict[str, Any]:
+def loops(process: int, devices: int | None, name: str, folder: Path, limits: Sequence[int]) -> dict[str, Any]:
     """What each loop has shown to those who look at it."""
     L.seed_everything(7, verbose=False)
     found: dict[str, Any] = {}
@@ -89,7 +90,7 @@ def loops(process: int, devices: int | None, name: str, folder: Path) -> dict[st
         trainer = trainer_for(devices, name, [writer])
         returned = trainer.predict(Trained().double(), [loader(), loader(rows=9)], return_predictions=kept)
         found[interval] = (plain(returned), writer.calls)
-    for limit in LIMITS:
+    for limit in limits:
         for what in ("validate", "test", "predict"):
             data = Endless()
             word = what.replace("validate", "val")
@@ -135,10 +136,11 @@ def assert_equal(ours: Any, theirs: Any) -> None:
         assert ours == (pytest.approx(theirs, rel=1e-9) if isinstance(theirs, float) else theirs)
 
 
-def check(name: str, folder: Path, ranks: int = 2) -> None:
-    expected = loops(0, None, name, folder / "one")
-    several = processes.run_trainers(loops, ranks, timeout=100, devices=ranks, name=name, folder=folder / "several")
-    assert all(expected[what, limit] == limit * SIZE for limit in LIMITS for what in ("validate", "test", "predict"))
+def check(name: str, folder: Path, limits: Sequence[int] = LIMITS) -> None:
+    expected = loops(0, None, name, folder / "one", limits)
+    options = {"name": name, "folder": folder / "several", "limits": limits}
+    several = processes.run_trainers(loops, 2, timeout=100, devices=2, **options)
+    assert all(expected[what, limit] == limit * SIZE for limit in limits for what in ("validate", "test", "predict"))
     for found in several:
         assert_equal(found, expected)
 
@@ -146,7 +148,7 @@ def check(name: str, folder: Path, ranks: int = 2) -> None:
 @pytest.mark.feature("Callbacks", "BasePredictionWriter", "works")
 @pytest.mark.timeout(120)
 def test_loops_of_a_bidirectional_schedule_are_those_of_one_device(tmp_path: Path) -> None:
-    check("gems", tmp_path)
+    check("gems", tmp_path, limits=(3,))
 
 
 @pytest.mark.slow
