@@ -47,7 +47,7 @@ def trained(
     model: type[L.LightningModule] = Ordered,
     **options: Any,
 ) -> tuple[L.Trainer, dict[str, Tensor]]:
-    """Three epochs; with a folder from its last checkpoint, if it has one."""
+    """Two epochs; with a folder from its last checkpoint, if it has one."""
     quiet()
     saving = [] if folder is None else [ModelCheckpoint(folder, save_last=True)]
     trainer = L.Trainer(
@@ -55,7 +55,7 @@ def trained(
         devices=devices,
         num_nodes=nodes,
         strategy=strategy,
-        max_epochs=3,
+        max_epochs=2,
         callbacks=[*saving, *callbacks],
         use_distributed_sampler=False,
         **{**QUIET, "enable_checkpointing": folder is not None, **options},
