@@ -9,8 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -29,16 +30,27 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache() -> Iterator[None]:
-    """What runs store of modules is gone with the tests, and nothing of earlier ones is found."""
+    """What runs store of modules is gone with the tests, and nothing of earlier ones is found.
+
+    Processes of tests begin as copies of this one, from before the first test and with the cache.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_PIPE_CACHE"] = folder
+        if (processes := sys.modules.get("tests.support.processes")) is not None:
+            processes.serve_copies()
         yield
 
 
-def pytest_collection_finish() -> None:
-    """Let the collector pass over what the tests import, half a million objects, from now on."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let the collector pass over what the tests import, half a million objects, now and from then on."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver as server
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.transport.topology import Topology
@@ -213,6 +215,34 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def serve_copies() -> None:
+    """Start the server of `forkserver` as a copy of this process, which has most of the libraries, and its tests."""
+    resource_tracker.ensure_running()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(b"\0lightning-pipe-tests-%d" % os.getpid())
+    listener.listen()
+    alive, held = os.pipe()
+    running = server._forkserver  # type: ignore[attr-defined]
+    running._forkserver_address, running._forkserver_alive_fd = listener.getsockname(), held
+    running._forkserver_pid = os.fork()
+    if not running._forkserver_pid:
+        _serve(listener.detach(), alive)
+    listener.close()
+    os.close(alive)
+
+
+def _serve(listener: int, alive: int) -> NoReturn:
+    faulthandler.disable()
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in (0, 1, 2, listener, alive):
+            with contextlib.suppress(OSError):  # that of the list itself has been closed
+                os.close(int(name))
+    try:
+        server.main(listener, alive, PRELOAD)
+    finally:
+        os._exit(0)
 
 
 def free_port() -> int:
