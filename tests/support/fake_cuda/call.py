@@ -41,10 +41,13 @@ def rehearse(fn: Callable[..., Any], *arguments: Any, protects: bool = False, ti
     if protects not in _STARTED:
         _STARTED[protects] = _Rehearsal(protects)
     try:
-        return _STARTED[protects].call(fn, arguments, given, timeout)
+        result, found = _STARTED[protects].call(fn, arguments, given, timeout)
     except BaseException:  # a test that times out leaves its result under way, which the next one would take
         _STARTED.pop(protects).end()
         raise
+    if found:
+        raise RehearsalError(f"hazards: {found}")
+    return result
 
 
 class _Rehearsal:
@@ -65,7 +68,8 @@ class _Rehearsal:
                 start_new_session=True,
             )
 
-    def call(self, fn: Callable[..., Any], arguments: Any, given: Any, timeout: float) -> Any:
+    def call(self, fn: Callable[..., Any], arguments: Any, given: Any, timeout: float) -> tuple[Any, list[str]]:
+        """The result, and what was hazardous meanwhile."""
         begun = self.log.stat().st_size
         self.connection.send_bytes(pickle.dumps((fn, arguments, given)))
         if not self.connection.poll(timeout):
@@ -78,9 +82,7 @@ class _Rehearsal:
         print(output)
         if failed:
             raise RehearsalError(f"{fn.__qualname__} {failed}: {output[-3000:]}")
-        if found := hazards(Path(self.folder.name)):
-            raise RehearsalError(f"hazards: {found}")
-        return result
+        return result, hazards(Path(self.folder.name))
 
     def end(self) -> None:
         with suppress(ProcessLookupError):
@@ -105,10 +107,16 @@ def main(descriptor: int) -> None:
     import torch
 
     connection: Connection[bytes, bytes] = Connection(descriptor)
+    begun = False
     with suppress(EOFError):
         while True:
             result = failed = None
             fn, arguments, given = pickle.loads(connection.recv_bytes())
+            if not begun and "lightning.pytorch" in sys.modules:
+                from tests.support.processes import serve_copies
+
+                serve_copies()  # now that it is imported, and before anything runs
+            begun = True
             try:
                 result = fn(*arguments, **given)
             except Exception:

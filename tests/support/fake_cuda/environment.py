@@ -48,8 +48,13 @@ def note_hazards() -> None:
 
     if SEEN.hazards:
         (Path(os.environ[RECORD]) / f"{os.getpid()}.json").write_text(json.dumps(SEEN.hazards))
+        SEEN.hazards.clear()
 
 
 def hazards(folder: Path) -> list[str]:
-    """What the processes of a rehearsal have noted."""
-    return [line for file in sorted(folder.glob("*.json")) for line in json.loads(file.read_text())]
+    """What the processes of a rehearsal have noted since this was asked last."""
+    found: list[str] = []
+    for file in sorted(folder.glob("*.json")):
+        found += json.loads(file.read_text())
+        file.unlink()
+    return found
