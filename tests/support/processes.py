@@ -235,10 +235,11 @@ def serve_copies() -> None:
 
 def _serve(listener: int, alive: int) -> NoReturn:
     faulthandler.disable()
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in (0, 1, 2, listener, alive):
-            with contextlib.suppress(OSError):  # that of the list itself has been closed
-                os.close(int(name))
+    # Loggers that were made while tests were collected write to a file of pytest's: none of its numbers may be reused.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in (0, 1, 2, listener, alive, nothing):
+            os.dup2(nothing, number, inheritable=False)
     try:
         server.main(listener, alive, PRELOAD)
     finally:
