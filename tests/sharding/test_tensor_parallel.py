@@ -19,7 +19,7 @@ from tests.support.trainer_runs import quiet
 
 MODELS = [*FAMILIES, "qwen3", "pairs"]
 INTERLEAVED = Sharded("interleaved", stages=4, micro_batches=4, tensor=2, parameters=False)
-TOGETHER = Sharded("1f1b", ranks=1, micro_batches=4, tensor=2, parameters=False, steps=2)
+TOGETHER = Sharded("1f1b", ranks=1, micro_batches=2, tensor=2, parameters=False, steps=2)
 """Two stages of two processes, which both have a part of every layer; test_without_memory has stages of their own."""
 
 

@@ -213,9 +213,9 @@ def fit(case: Case, folder: str, strategy: Any, devices: int, copies: int) -> Tr
     trace.metrics = oracle.numbers(
         {**trainer.callback_metrics, **{f"scale {n}": s for n, s in enumerate(scales.found)}}
     )
-    trace.metrics |= oracle.numbers(trainer.validate(module, oracle.loader(own), verbose=False)[0])
-    trace.metrics |= oracle.numbers(trainer.test(module, oracle.loader(own[1:]), verbose=False)[0])
-    predicted: Any = trainer.predict(module, oracle.loader(own))
+    trace.metrics |= oracle.numbers(trainer.validate(module, oracle.loader(own[2:]), verbose=False)[0])
+    trace.metrics |= oracle.numbers(trainer.test(module, oracle.loader(own[1:3]), verbose=False)[0])
+    predicted: Any = trainer.predict(module, oracle.loader(own[1:3]))
     trace.weights["predicted"] = torch.cat(predicted)
     return trace
 
