@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import logging
 import multiprocessing
 import os
 import pickle
@@ -235,7 +236,13 @@ def serve_copies() -> None:
 
 def _serve(listener: int, alive: int) -> NoReturn:
     faulthandler.disable()
-    # Loggers that were made while tests were collected write to a file of pytest's: none of its numbers may be reused.
+    # Loggers that were made while tests were collected write to what pytest captures.
+    for logger in map(logging.getLogger, [None, *logging.root.manager.loggerDict]):
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") in (sys.stdout, sys.stderr):
+                handler.setStream(sys.__stderr__)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    # what else writes there must not find a number of pytest's files in use again
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number not in (0, 1, 2, listener, alive, nothing):
