@@ -112,7 +112,7 @@ class LayerCalls:
         try:
             with tracker.paused(), tracker.surroundings.stream(key):
                 tracker.touch(tensors, name)
-                if self._kept:
+                if self._others and self._kept:
                     tracker.touch(self._moved(arguments), name)
                 tracker.digest.call(name, arguments, module)
                 before = tracker.in_place.noted(tensors)
@@ -378,7 +378,7 @@ def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequen
         and tracker.numbers.of(result) is None
         # without a graph, in an evaluation, it may be an argument, or share the memory of one
         and (
-            result.grad_fn is not None
+            not result.is_leaf
             or not (
                 any(result is argument for argument in arguments) or tracker.in_place.lend(result, enumerate(arguments))
             )
