@@ -30,6 +30,7 @@ class DataOrder:
         self._trainer = trainer
         self._begun = self._iterated = get_rng_state()
         self._within: Tensor | None = None  # the same of an epoch that is to go on
+        self._resumes = True  # no epoch has begun
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -39,6 +40,7 @@ class DataOrder:
         def begin(loader: CombinedLoader) -> CombinedLoader:
             if loader.iterables is not self._trainer.train_dataloader:
                 return iterate(loader)
+            self._resumes = False
             with fork_rng(devices=[], enabled=self._within is not None):
                 if self._within is not None:
                     set_rng_state(self._within)
@@ -66,7 +68,12 @@ class DataOrder:
             checkpoint["loops"]["fit_loop"]["state_dict"][_KEY] = state
 
     def load(self, checkpoint: Any) -> None:
-        """Go on from the state of a checkpoint, if that has one."""
+        """Go on from the state of the checkpoint that the run resumes, if that has one.
+
+        Tuners go back to a checkpoint of their own behind their epochs, and draw further orders then.
+        """
+        if not self._resumes:
+            return
         state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get(_KEY)
         if state is not None:
             self._within = state["begun"]
