@@ -17,10 +17,10 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 595}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 6700,
-    "trainer": 6400,
-    "engine": 3760,
-    "schedules": 3140,
+    "intercept": 6580,
+    "trainer": 6260,
+    "engine": 3700,
+    "schedules": 3080,
     "planning": 2350,
     "transport": 2000,
     "parameters": 1700,
@@ -30,11 +30,11 @@ BUDGET = {
     "sharding": 1040,
     "batches": 990,
     "profiling": 730,
-    "plain": 860,
+    "plain": 850,
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 285, 125, 31
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 279, 124, 31
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""
