@@ -14,7 +14,7 @@ OPTIONS = {"PipeStrategy"}
 """Classes that hold the user's options, one attribute each."""
 MOST_ATTRIBUTES = 15
 MOST_LINES = 400
-LONGER = {"lightning_pipe.trainer.strategy": 595}
+LONGER = {"lightning_pipe.trainer.strategy": 580}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
     "intercept": 6580,

@@ -28,25 +28,26 @@ class Host:
         name: of the namespace.
         device: the interface.
         address: of the interface.
-        boot: a file with what stands for the host's identity.
+        files: a folder in which each host has temporary files of its own.
         names: a file with the names of both hosts: asking a name server takes long where there is none.
     """
 
     name: str
     device: str
     address: str
-    boot: str
+    files: str
     names: str
 
     def enter(self) -> None:
         """Let this process, and what it starts, run on the host. It must have one thread."""
         with open(f"/run/netns/{self.name}") as namespace:
             _call("setns", namespace.fileno(), _CLONE_NEWNET)
-        # What is on one kernel would be taken for one host, and share memory.
         _call("unshare", _CLONE_NEWNS)
         _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-        for file, place in ((self.boot, b"/proc/sys/kernel/random/boot_id"), (self.names, b"/etc/hosts")):
-            _call("mount", file.encode(), place, None, _MS_BIND, None)
+        _call("mount", self.names.encode(), b"/etc/hosts", None, _MS_BIND, None)
+        # Who finds a socket among temporary files is on the same host, and shares memory.
+        _call("mount", b"tmpfs", self.files.encode(), b"tmpfs", 0, None)
+        os.environ["TMPDIR"] = tempfile.tempdir = self.files
         os.environ["GLOO_SOCKET_IFNAME"] = self.device
 
 
@@ -65,14 +66,14 @@ def joined() -> Iterator[tuple[Host, Host]]:
     number, folder = uuid.uuid4().hex[:6], Path(tempfile.mkdtemp(prefix="lightning-pipe-hosts-"))
     names = folder / "names"
     hosts = tuple(
-        Host(f"lp-{number}-{end}", f"lp{number}{end}", f"10.213.77.{end + 1}", str(folder / str(end)), str(names))
+        Host(f"lp-{number}-{end}", f"lp{number}{end}", f"10.213.77.{end + 1}", str(folder / "files"), str(names))
         for end in (0, 1)
     )
     try:
         own = f"127.0.0.1 localhost {socket.gethostname()}"
         names.write_text("\n".join([own, *(f"{host.address} {host.name}" for host in hosts), ""]))
+        (folder / "files").mkdir()
         for host in hosts:
-            Path(host.boot).write_text(f"{uuid.uuid4()}\n")
             _run("ip", "netns", "add", host.name)
         first, second = hosts
         ends = (first.device, "netns", first.name, "type", "veth", "peer", "name", second.device, "netns", second.name)
