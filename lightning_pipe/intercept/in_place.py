@@ -11,7 +11,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.tensor_state import memory_of
+from lightning_pipe.intercept.tensor_state import memory_of, version_of
 from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import storage_uses
@@ -53,17 +53,13 @@ class InPlace:
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
         """What a call is given, to find out with `changed` what it did to it."""
         return [
-            (
-                tensor,
-                None if tensor.is_inference() else tensor._version,
-                () if tensor._base is None else self.behind(tensor),  # mostly none
-            )
+            (tensor, version_of(tensor), () if tensor._base is None else self.behind(tensor))  # mostly none
             for tensor in tensors
         ]
 
     def changed(self, noted: Sequence[Noted], name: str) -> list[Noted]:
         """Which of them the call of ``name`` has changed."""
-        changed = [each for each in noted if each[1] is not None and each[0]._version != each[1]]
+        changed = [each for each in noted if version_of(each[0]) != each[1]]
         if changed:
             self.check_not_lent([tensor for tensor, *_ in changed], name)
         return changed

@@ -53,10 +53,8 @@ class _Isolated:
 
     def __enter__(self) -> None:
         streams, seed = self._streams, self._seed
-        self._states = []
-        for generator in streams.generators:
-            self._states.append(generator.get_state())
-            generator.manual_seed(seed)
+        self._states = _states(streams.generators)
+        _seed(streams.generators, seed)
         if self._call in streams.quiet:
             streams.left_alone.add(self._call)
             self._libraries = None
@@ -68,8 +66,7 @@ class _Isolated:
         streams = self._streams
         if streams.drew is not None:
             streams.drew |= streams.draws_since(self._seed)
-        for generator in reversed(streams.generators):
-            generator.set_state(self._states.pop())
+        _restore(streams.generators, self._states)
         if self._libraries is not None:
             if streams.draws is not None and self._call is not None:
                 streams.draws.watch(self._call, streams.number, self._seed)
