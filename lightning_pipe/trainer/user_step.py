@@ -20,7 +20,6 @@ from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, comb
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingBroadcast
-from lightning_pipe.warn_once import WarnOnce
 
 _CONTEXTS = {
     "training_step": "train_step_context",
@@ -91,7 +90,6 @@ class UserStep:
         self.log = Log(self.module, self.metrics.names)
         self.traces = StepTraces(pipeline)
         self.world, self.channel = world, channel
-        self._warn = WarnOnce()
 
     @contextmanager
     def running(self, *, turns: bool = False, ranks: Sequence[int] | None = None) -> Iterator[Snapshot | None]:
@@ -144,14 +142,17 @@ class UserStep:
         if training:
             trainer.strategy.world.signals.told = told
 
-    def warn_of_windows(self, micro_batches: int) -> None:
-        """Warn about metrics over the last updates, of which a batch now makes several."""
+    def check_windows(self, micro_batches: int) -> None:
+        """Refuse metrics over the last updates, of which a batch in several micro-batches makes as many.
+
+        Raises:
+            ConfigurationError: the step has updated one.
+        """
         if micro_batches > 1 and self.metrics.windows:
-            self._warn(
-                "windows",
+            raise ConfigurationError(
                 f"`self.{min(self.metrics.windows)}` keeps the last values that it was given. The step gives it one "
-                "for each micro-batch, so its window holds fewer batches than on one device: make it longer by their "
-                "number, or update the metric in on_train_batch_end.",
+                "for each micro-batch, so its window holds fewer batches than on one device.",
+                hint="Update the metric in on_train_batch_end, or use PipeStrategy(micro_batches=1).",
             )
 
 
@@ -267,7 +268,7 @@ class StepOfBatch:
             changes: what steps changed in the attributes of the LightningModule.
         """
         common, amounts = self._user_step, self.micro_batches.amounts
-        common.warn_of_windows(len(amounts))
+        common.check_windows(len(amounts))
         outputs = losses_on_host(outputs, common.pipeline) if self._training else outputs
         losses = losses_of(outputs) if self.micro_batches.summed else {}
         # what is logged is weighted as the losses are

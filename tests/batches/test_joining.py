@@ -14,6 +14,7 @@ import torchmetrics
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.batches.joining import join
+from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.lit_modules import dataset
 from tests.support.pairs import pairs
@@ -77,7 +78,6 @@ class Talkative(L.LightningModule):
         self.model = torch.nn.Sequential(*(torch.nn.Linear(12, 12) for _ in range(3)), torch.nn.Linear(12, 4)).double()
         self.summed, self.extra = summed, extra
         self.seen: list[str] = []
-        self.window = torchmetrics.aggregation.RunningMean(window=3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -91,8 +91,6 @@ class Talkative(L.LightningModule):
         self.log("largest", losses.max(), reduce_fx="max", on_step=True, on_epoch=True)
         self.log("smallest", losses.min(), reduce_fx="min", on_step=False, on_epoch=True)
         self.log("constant", 0.25)
-        if self.extra:
-            self.window.update(losses.mean().detach())
         hits = (logits.argmax(-1) == y).sum()
         more = {"n": len(x), "hits": hits, "confusion": torch.bincount(y, minlength=5)} if self.extra else {}
         return {
@@ -127,7 +125,7 @@ def fit(module: Talkative, strategy: Any) -> tuple[oracle.Trace, list[str]]:
         warnings.simplefilter("always")
         trainer.fit(module, torch.utils.data.DataLoader(dataset(21), batch_size=8))
     recorder.trace.metrics = oracle.numbers(trainer.callback_metrics)
-    ours = ("not a mean", "not checked", "`self.window`", "not a sum")
+    ours = ("not a mean", "not checked", "not a sum")
     return recorder.trace, [str(one.message) for one in caught if any(text in str(one.message) for text in ours)]
 
 
@@ -145,10 +143,38 @@ def test_logs_and_returns_what_one_device_does(options: dict[str, Any], summed: 
     assert found.seen == plain.seen
 
 
-def test_tells_of_metrics_over_the_last_updates_and_gives_hooks_lists_of_counts() -> None:
+class Windowed(Talkative):
+    """Averages the last losses, in the step or in a hook."""
+
+    def __init__(self, in_hook: bool = False) -> None:
+        super().__init__()
+        self.in_hook, self.window = in_hook, torchmetrics.aggregation.RunningMean(window=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        if not self.in_hook:
+            self.window.update(found["loss"].detach())
+        return found
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.in_hook:
+            self.window.update(outputs["loss"].detach())
+        self.log("window", self.window)
+
+
+@pytest.mark.parametrize(("micro_batches", "in_hook"), [(4, False), (4, True), (1, False)])
+def test_a_metric_over_the_last_updates_gets_one_for_each_batch(micro_batches: int, in_hook: bool) -> None:
+    strategy, found, plain = PipeStrategy(stages=2, micro_batches=micro_batches), Windowed(in_hook), Windowed(in_hook)
+    if micro_batches > 1 and not in_hook:
+        with pytest.raises(ConfigurationError, match=r"(?s)`self\.window` keeps the last values.*on_train_batch_end"):
+            fit(found, strategy)
+        return
+    oracle.assert_equal(fit(found, strategy)[0], fit(plain, "auto")[0])
+
+
+def test_hooks_get_lists_of_counts() -> None:
     module = Talkative(extra=True)
-    (told,) = fit(module, PipeStrategy(stages=2, micro_batches=4))[1]
-    assert "`self.window`" in told
+    fit(module, PipeStrategy(stages=2, micro_batches=4))
     assert all(f"'{name}': [[" in module.seen[0] for name in ("n", "hits", "confusion"))
 
 
