@@ -1,4 +1,4 @@
-"""When a batch is compared with what its micro-batches make of it, and what the user is told about that.
+"""When a batch is compared with what its micro-batches make of it, and what comes of that.
 
 A sum, a mean over tokens that are not padding, class weights, losses or layers that compare samples with each other,
 and tensors that are cut and hold no samples train with other gradients in micro-batches than in one piece, and nothing
@@ -32,6 +32,7 @@ WEIGHTS = (
     "PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != 0).sum()), say; a causal model predicts "
     "labels[:, 1:] alone. A sum needs PipeStrategy(loss_weight='sum')."
 )
+_AS_THEY_ARE = "With compare_losses=False nobody compares: what each micro-batch makes of its samples counts as it is."
 APART = (
     f"Samples that do not lie along the first dimension need PipeStrategy(split_batch=…). {WHOLE} A layer or "
     "a loss that compares samples with each other needs micro_batches=1, which is exact."
@@ -57,19 +58,19 @@ class LossChecks:
     """The looks of a run at some of its first batches.
 
     Args:
-        weighted: whether the user's function says what a micro-batch counts: nobody asks for it then.
+        compares: whether there are any: else what micro-batches make of their samples counts as it is.
+        weighted: whether the user's function says what a micro-batch counts, which need not be compared.
     """
 
-    def __init__(self, *, weighted: bool) -> None:
-        self._weighted = weighted
-        self._batches, self._differs = 0, False
+    def __init__(self, *, compares: bool, weighted: bool) -> None:
+        self._compares, self._weighted, self._batches = compares, weighted, 0
         self._warn = WarnOnce()
 
     def due(self, pipeline: Pipeline) -> int | None:
         """The number of the next batch if it is one of those that are looked at, the same on all ranks."""
         number, self._batches = self._batches, self._batches + 1
         busy = pipeline.asynchronous is not None and pipeline.asynchronous.in_flight
-        return None if number not in _CHECKED or self._differs or busy else number
+        return number if number in _CHECKED and self._compares and not busy else None
 
     def look(self, pipeline: Pipeline, step: StepFunction, batch: MicroBatches, seed: int, number: int) -> Verdict:
         """Compare some micro-batches of a batch, alone, with two of them together. Collective over all processes.
@@ -89,7 +90,7 @@ class LossChecks:
             CutError: runs of the step change what is not put back, and compute with that.
         """
         unknown = Verdict(fitting=batch.candidates or None)
-        if any(map(is_compiled, pipeline.module.modules())):
+        if not self._compares or any(map(is_compiled, pipeline.module.modules())):
             return unknown
         with ExitStack() as changed:
             if (sharded := pipeline.reductions.sharded) is not None:  # its parameters are whole meanwhile
@@ -119,21 +120,25 @@ class LossChecks:
                     return verdict
         return unknown._replace(unknown="it depends on random numbers, though dropout is off")
 
-    def tell(self, verdicts: Sequence[Verdict], *, summed: bool) -> None:
-        """Warn of what looks have shown, those of all replicas."""
+    def accept(self, verdicts: Sequence[Verdict], *, summed: bool) -> None:
+        """Let a batch run in micro-batches after looks at it, those of all replicas.
+
+        Raises:
+            ConfigurationError: the batch is not what its micro-batches make.
+        """
         verdict = min(verdicts, key=lambda each: (not each.difference, not each.unknown))
         if verdict.difference:
-            self._differs = True
-            wrong = "Gradients may differ accordingly from those of one device."
-            self._warn("difference", f"{verdict.difference} {wrong} {remedy(summed=summed)}")
-        elif verdict.unknown and not self._weighted:
+            raise ConfigurationError(
+                f"{verdict.difference} Gradients would differ accordingly from those of one device.",
+                hint=f"{remedy(summed=summed)} {_AS_THEY_ARE}",
+            )
+        if verdict.unknown and not self._weighted:
             what = "sum" if summed else "mean"
             self._warn(
                 "unknown",
                 f"It was not checked whether the loss is a {what} over the samples: {verdict.unknown}. If it is one, "
-                "and every tensor with the length of the batch holds one entry for each sample, all is well; nobody "
-                "asks with PipeStrategy(loss_weight=lambda micro_batch: …), which says what a micro-batch counts. "
-                "State that goes from batch to batch (self.hidden) needs micro_batches=1.",
+                "and every tensor with the length of the batch holds one entry for each sample, all is well. State "
+                f"that goes from batch to batch (self.hidden) needs micro_batches=1. {_AS_THEY_ARE}",
             )
 
 
@@ -180,12 +185,12 @@ def _judged(
         left = {name: fitting[name] for name, each in predicted.items() if each is None or abs(each - both) <= bound}
         if not left and isfinite(both):
             sizes = " and ".join(str(batch.sizes[index]) for index in group)
-            what = "a sum" if batch.summed else "a mean"
-            whose = "add up to" if batch.summed else "have a mean loss of"
+            what, whose = ("sum", "add up to") if batch.summed else ("mean", "have a mean loss of")
+            labels = ", nor over labels that are not -100" if batch.candidates else ""
             return Verdict(
-                f"The loss is not {what} over the samples, or depends on which samples are together: micro-batches of "
-                f"{sizes} samples {whose} {next(iter(predicted.values())):.7g}, the same samples together have "
-                f"{both:.7g} (without dropout).",
+                f"The loss is not a {what} over the samples{labels}, or depends on which samples are together: "
+                f"micro-batches of {sizes} samples {whose} {next(iter(predicted.values())):.7g}, the same samples "
+                f"together have {both:.7g} (without dropout).",
                 fitting={} if batch.candidates else None,
             )
         fitting = left or fitting

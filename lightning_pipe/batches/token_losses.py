@@ -32,11 +32,6 @@ class TokenLosses:
 
     left: tuple[str, ...] | None = None
 
-    @property
-    def known(self) -> bool:
-        """Whether one candidate is left."""
-        return self.left is not None and len(self.left) == 1
-
     def counted(self, split: MicroBatches) -> MicroBatches:
         """The micro-batches with what they count, and with the candidates, if their shares differ.
 

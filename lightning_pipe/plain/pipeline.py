@@ -83,6 +83,7 @@ class Pipeline:
         passes: how often a training step runs the layers, each pass from the first to the last.
         rank_order: whose ranks have neighbouring numbers: ``"pipeline"`` or ``"replicas"``.
         timeout: the longest that one process waits for another.
+        compare_losses: whether the losses of some micro-batches, alone and together, are compared in the first batches.
         device: where this rank computes; ``None``: where the model is, else with NCCL the GPU of number LOCAL_RANK.
 
     Raises:
@@ -114,6 +115,7 @@ class Pipeline:
         passes: int = 1,
         rank_order: RankOrder = "pipeline",
         timeout: timedelta = timedelta(minutes=30),
+        compare_losses: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         family = schedules.get(schedule)
@@ -146,7 +148,7 @@ class Pipeline:
         self._engine.synchronize()
         self._step = SharedStep(self._engine)
         self._splitting = micro_batches, split_batch, loss_weight
-        self._checks = LossChecks(weighted=callable(loss_weight))
+        self._checks = LossChecks(compares=compare_losses, weighted=callable(loss_weight))
         self._seed = transport.broadcast_object(torch.initial_seed(), 0, tuple(range(world_size)))
         self._calls = 0
         self._in_turns = False
@@ -216,7 +218,7 @@ class Pipeline:
         engine, seed = self._engine, mix(self._seed, self._calls)
         if (number := self._checks.due(engine)) is not None:
             verdict = self._checks.look(engine, run, parts, seed, number)
-            self._checks.tell([verdict], summed=parts.summed)
+            self._checks.accept([verdict], summed=parts.summed)
         cut = Cut(parts.sizes, parts.together)
         return losses_on_host(engine.train(run, parts.parts, weights, seed=seed, cut=cut), engine)
 

@@ -234,7 +234,7 @@ class PipelineRun:
         verdicts = self._world.transport.all_gather_object(verdict, self._world.everyone)
         decided = self._splitter.decided(parts, verdicts)
         if decided is parts:
-            self._splitter.checks.tell(verdicts, summed=parts.summed)
+            self._splitter.checks.accept(verdicts, summed=parts.summed)
         return decided
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:

@@ -104,6 +104,8 @@ class PipeStrategy(ParallelStrategy):
         parallelize: ``parallelize(layer, mesh)`` divides a layer, or a module outside the layers, over these; ``None``:
             models of Transformers have a plan, other modules do it in ``configure_model``.
         reshard_after_forward: with ``"parameters"``: a stage has whole parameters only while it computes.
+        compare_losses: whether the losses of some micro-batches, alone and together, are compared in the first batches;
+            ``False``: each counts as it is, also where it compares samples with each other.
         accelerator: set by the Trainer, as are the arguments after it.
         parallel_devices: this node's devices.
         cluster_environment: how the processes find each other.
@@ -149,6 +151,7 @@ class PipeStrategy(ParallelStrategy):
         tensor_parallel_size: int = 1,
         parallelize: Parallelize | None = None,
         reshard_after_forward: bool = False,
+        compare_losses: bool = True,
         *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -167,7 +170,8 @@ class PipeStrategy(ParallelStrategy):
         self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
         self._asked = pipeline_parallel_size, data_parallel_size, stages, tensor_parallel_size
         self._layout: RunLayout | None = None
-        self.micro_batches, self.split_batch, self.loss_weight = micro_batches, split_batch, loss_weight
+        self.micro_batches, self.split_batch = micro_batches, split_batch
+        self.loss_weight, self.compare_losses = loss_weight, compare_losses
         self.layers, self.balance, self.passes, self.recompute = layers, balance, passes, recompute
         self.deferred_batch_norm, self.evaluation_micro_batches = deferred_batch_norm, evaluation_micro_batches
         self.stream_evaluation = stream_evaluation and tensor_parallel_size == 1
@@ -270,12 +274,14 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self._auto and not self.chosen_by:
-            self._choose()
-        super().setup_environment()
         module, environment = self.lightning_module, self.cluster_environment
         assert module is not None
         assert environment is not None
+        if self._auto and not self.chosen_by:
+            ranks, in_parts = self.layout.pipeline_parallel_size, self.sharding.at_once(module)
+            schedule_choice.choose(module, self, ranks, self.root_device, self.processes_here, in_parts=in_parts)
+            self._layout = None
+        super().setup_environment()
         trainer, world = module.trainer, self.world
         self.set_world_ranks()
         check_world_size(self.processes_here, self.num_nodes, environment)
@@ -296,15 +302,6 @@ class PipeStrategy(ParallelStrategy):
         # callbacks that copy the module in their `setup` must find it divided
         if not by_module:
             divided.divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
-
-    def _choose(self) -> None:
-        """Choose the schedule."""
-        module = self.lightning_module
-        assert module is not None
-        ranks, place = self.layout.pipeline_parallel_size, (self.root_device, self.processes_here)
-        by_parts = self.sharding.at_once(module)
-        schedule_choice.choose(module, self, ranks, *place, in_parts=by_parts)
-        self._layout = None
 
     @override
     @contextmanager

@@ -433,7 +433,7 @@ def test_the_whole_state_has_what_layers_keep_on_other_ranks(found: Found) -> No
 def test_a_loss_that_is_no_mean_is_told() -> None:
     model = net()
     pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=3)
-    with pytest.warns(UserWarning, match="not a mean over the samples"):
+    with pytest.raises(ConfigurationError, match="not a mean over the samples"):
         pipeline.train(lambda part: model(part[0]).square().sum(), batches(1)[0])
 
 

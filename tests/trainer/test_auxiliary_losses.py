@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import ConfigurationError
 from tests.support.trainer_runs import QUIET, quiet
 
 WIDTH = 3
@@ -66,6 +67,8 @@ def test_a_loss_over_the_routing_of_the_whole_batch_runs_whole_or_is_told() -> N
     one = balanced("auto")
     with pytest.warns(UserWarning, match="not a mean over the samples.*So batches run whole"):
         assert balanced(PipeStrategy(layers="layers", stages=2)) == pytest.approx(one, rel=1e-12)
-    with pytest.warns(UserWarning, match="not a mean over the samples.*Gradients may differ.*needs micro_batches=1"):
-        assert balanced(PipeStrategy(layers="layers", stages=2, micro_batches=4)) != pytest.approx(one, rel=1e-2)
+    with pytest.raises(ConfigurationError, match=r"(?s)not a mean over the samples.*needs micro_batches=1"):
+        balanced(PipeStrategy(layers="layers", stages=2, micro_batches=4))
+    as_they_are = PipeStrategy(layers="layers", stages=2, micro_batches=4, compare_losses=False)
+    assert balanced(as_they_are) != pytest.approx(one, rel=1e-2)
     assert balanced(PipeStrategy(layers="layers", stages=2, micro_batches=1)) == pytest.approx(one, rel=1e-12)

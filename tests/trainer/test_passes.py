@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy, simulate
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.schedules import Interleaved
 from tests.support.processes import outcomes
 from tests.support.trainer_runs import QUIET
@@ -83,5 +84,5 @@ def test_two_passes_log_and_learn_what_one_device_does() -> None:
 def test_a_loss_that_compares_samples_is_told(options: dict[str, Any]) -> None:
     strategy = PipeStrategy(passes=2, stages=2, micro_batches=2, layers="layers", **options)
     trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, limit_val_batches=0, **QUIET)
-    with pytest.warns(UserWarning, match="The loss is not a mean over the samples.*: micro-batches of 4 and 4 samples"):
+    with pytest.raises(ConfigurationError, match=r"The loss is not a mean over the samples.* of 4 and 4 samples"):
         trainer.fit(Contrastive(), DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), batch_size=8))

@@ -52,7 +52,7 @@ class BatchSplitter:
         # the user has said what counts, or batches are in flight, which nobody looks at
         told = options.loss_weight is not None or pipeline.asynchronous is not None
         self._tokens = None if told else TokenLosses()
-        self.checks = LossChecks(weighted=callable(options.loss_weight))
+        self.checks = LossChecks(compares=options.compare_losses, weighted=callable(options.loss_weight))
         self._warn = WarnOnce()
 
     def split(self, batch: Any) -> MicroBatches:
@@ -89,7 +89,7 @@ class BatchSplitter:
 
     def is_open(self, split: MicroBatches) -> bool:
         """Whether losses are to show, on any replica, what they are a mean over. Collective until that is known."""
-        if self._tokens is None or self._tokens.known:
+        if self._tokens is None or len(self._tokens.left or ()) == 1:
             return False
         return self._transport.sum_over_replicas(len(split.candidates)) > 0
 
@@ -101,7 +101,7 @@ class BatchSplitter:
             verdicts: of all processes.
 
         Raises:
-            ConfigurationError: its loss is no mean over what is known to count, and the user has said how to cut it.
+            ConfigurationError: the losses of replicas are means over different things.
         """
         found = next((each.difference for each in verdicts if each.difference), "")
         if found and self._may_leave_whole:
@@ -109,7 +109,7 @@ class BatchSplitter:
             self._warn("whole", f"{self._uncut} {remedy(summed=split.summed)}")
             return self._whole(split.batch, self._uncut)
         fitting = [each.fitting for each in verdicts if each.fitting is not None]
-        if self._tokens is None or not fitting:
+        if found or self._tokens is None or not fitting:
             return split
         if self._tokens.learn(fitting):
             why = "It does not show in the losses of this batch what they are a mean over. So it runs whole."

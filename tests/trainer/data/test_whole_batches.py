@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
+from lightning_pipe.errors import ConfigurationError
 from tests.support.pairs import slow_but
 from tests.support.processes import outcomes, run_trainers
 from tests.support.trainer_runs import QUIET
@@ -149,9 +150,11 @@ def test_replicas_agree() -> None:
     assert len({str(each.value[2]["scale"]) for each in found}) == 1
 
 
-def test_a_number_of_the_users_keeps_its_warning() -> None:
-    *_, told = fit(0, Contrastive(), strategy=PipeStrategy(stages=2, micro_batches=4))
-    assert "So batches run whole" not in told.pop()
+def test_a_number_of_the_users_is_an_error_unless_nobody_compares() -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)not a mean over the samples.*compare_losses=False"):
+        fit(0, Contrastive(), strategy=PipeStrategy(stages=2, micro_batches=4))
+    *_, told = fit(0, Contrastive(), strategy=PipeStrategy(stages=2, micro_batches=4, compare_losses=False))
+    assert told == set()
 
 
 def test_a_later_batch_is_left_whole_too() -> None:
