@@ -25,6 +25,7 @@ from lightning_pipe.schedules.several_passes import several_passes
 from lightning_pipe.sharding.refusals import check_family, in_parts
 from lightning_pipe.simulate import Costs, Memory, memory_over_time, peak
 from lightning_pipe.simulate.simulator import simulate_batch
+from lightning_pipe.transport.arrangement import arrange
 from lightning_pipe.transport.topology import Topology
 
 BYTES_PER_NUMBER = 4
@@ -62,7 +63,7 @@ def plan(module: nn.Module, asked: PlanOptions) -> Plan:
     """
     ranks, balance = asked.ranks, asked.balance
     family = schedules.get(asked.schedule)
-    stages = family.placed(ranks, None if asked.stages == "auto" else asked.stages)[1]
+    stages = arrange(family, ranks, stages=asked.stages).stages
     if in_parts(asked.shard_optimizer, asked.tensor_parallel_size):
         check_family(family)
     layers = find_layers(module, asked.layers, stages)

@@ -16,6 +16,17 @@ from lightning_pipe.planning.layer_sizes import without_times
 from lightning_pipe.text import memory
 
 
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "expected"), [(1, "gpipe", [(0,)] * 4), (2, "1f1b", [(1,), (1,), (0,), (0,)])]
+)
+def test_a_plan_has_as_many_stages_as_a_run(ranks: int, schedule: str, expected: list[tuple[int, ...]]) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    planned = plan(module, ranks=ranks, batch=8, stages=4, schedule=schedule)
+    assert [stage.ranks for stage in planned.stages] == expected
+    assert {len(stage.layers) for stage in planned.stages} == {2}
+
+
 def test_a_plan_with_measured_costs_counts_activations_and_unequal_stages() -> None:
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
