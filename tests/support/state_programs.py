@@ -86,6 +86,8 @@ class Base(L.LightningModule):
 
     layer: ClassVar[type[nn.Module]] = Layer
     remedy: ClassVar[str] = "CounterInAHook"
+    mixes: ClassVar[bool] = False
+    """Whether what it computes of a sample depends on those before it, or beside it in the micro-batch."""
 
     def __init__(self, parts: int = 1) -> None:
         super().__init__()

@@ -160,16 +160,19 @@ class KeepingAnew(Keeping):
 
 @program(MICRO_BATCHES, train_chimera=STALE, train_recompute=IN_PLACE)
 class LayersKeep(Base):
+    mixes = True
     layer = Keeping
 
 
 @program(MICRO_BATCHES, train_chimera=STALE)
 class LayersKeepAnew(Base):
+    mixes = True
     layer = KeepingAnew
 
 
 @program(MICRO_BATCHES, train_chimera=STALE, train_recompute=IN_PLACE)
 class StateOfLayersReset(Base):
+    mixes = True
     layer = Keeping
 
     def before(self, x: Tensor) -> Tensor:
@@ -180,6 +183,7 @@ class StateOfLayersReset(Base):
 
 @program(MICRO_BATCHES, train=r"self\.layers\.\d\.items", evaluate=r"self\.layers\.\d\.items")
 class StateOfLayersResetBehind(Base):
+    mixes = True
     layer = Keeping
 
     def behind(self, out: Tensor) -> Tensor:
@@ -196,6 +200,7 @@ class StateOfLayersResetBehind(Base):
     evaluate=r"self\.layers\.\d\.state",
 )
 class TensorOfALayerInAHook(Base):
+    mixes = True
     layer = Keeping
 
     def seen(self) -> list[Any]:
@@ -346,6 +351,7 @@ class Tempered(Layer):
 
 @program(MICRO_BATCHES, train=r"self\.layers\.\d\.tau", evaluate=r"self\.layers\.\d\.tau")
 class ShrinksBuffers(Base):
+    mixes = True
     remedy = "ShrinksBuffersInAHook"
 
     layer = Tempered
@@ -358,6 +364,7 @@ class ShrinksBuffers(Base):
 
 @program(MICRO_BATCHES)
 class ShrinksBuffersInAHook(Base):
+    mixes = True
     layer = Tempered
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -91,6 +91,8 @@ class LayersReadTheGlobalStep(ReachesItsOwner):
 class LayersReadTheBatch(ReachesItsOwner):
     """Each stage computes by itself what the layers read, before the layers and between them."""
 
+    mixes = True
+
     def before(self, x: Tensor) -> Tensor:
         self.count = 1 + float(x.mean())
         return x

@@ -66,6 +66,8 @@ class CentreBefore(Centred):
 class FirstMeanBefore(Base):
     """Made of the first samples that come, and kept."""
 
+    mixes = True
+
     def make(self) -> None:
         self.mean: Any = None
 
@@ -90,6 +92,8 @@ class TableBefore(Base):
 
 @program(MICRO_BATCHES, train=STALE)
 class PartInPlaceBefore(Base):
+    mixes = True
+
     def make(self) -> None:
         self.register_buffer("mean", torch.zeros(2, WIDTH))
 
@@ -100,6 +104,8 @@ class PartInPlaceBefore(Base):
 
 @program(MICRO_BATCHES, train=STALE)
 class RunningMeanBefore(Base):
+    mixes = True
+
     def make(self) -> None:
         self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64), persistent=False)
 
@@ -110,6 +116,8 @@ class RunningMeanBefore(Base):
 
 @program(MICRO_BATCHES, train=STALE)
 class BufferInPlaceBefore(Base):
+    mixes = True
+
     def make(self) -> None:
         self.register_buffer("mean", torch.zeros(WIDTH))
 
@@ -120,6 +128,8 @@ class BufferInPlaceBefore(Base):
 
 @program(MICRO_BATCHES, train=STALE)
 class HistoryBefore(Base):
+    mixes = True
+
     def make(self) -> None:
         self.history: Any = collections.deque(maxlen=3)
 
@@ -130,6 +140,8 @@ class HistoryBefore(Base):
 
 @program(MICRO_BATCHES, train=STALE)
 class HistoryOfTensors(Base):
+    mixes = True
+
     def make(self) -> None:
         self.history = list[Tensor]()
 

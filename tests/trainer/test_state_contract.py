@@ -116,8 +116,7 @@ def several(
 def left(name: str, phase: str, schedule: str, accelerator: str) -> Left:
     """What a program leaves on this process."""
     options: dict[str, Any] = {"micro_batches": PARTS} if phase == "train" else {}
-    # where micro-batches are the oracle, what each makes of its samples counts as it is
-    options |= {"compare_losses": PROGRAMS[name].oracle != MICRO_BATCHES}
+    options |= {"compare_losses": not PROGRAMS[name].module.mixes}
     options |= {"process_group_backend": "nccl"} if accelerator == "gpu" else {}
     try:
         strategy = PipeStrategy(layers="layers", **options, **SCHEDULES[schedule])
