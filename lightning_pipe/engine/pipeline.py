@@ -259,6 +259,7 @@ class Pipeline(PartitionedModule):
         self, step: StepFunction, micro_batches: Sequence[Any], seed: int, weights: Sequence[float] | None = None
     ) -> Batch:
         """The object that goes down to the stages: of a training batch with ``weights``, else of an evaluation."""
+        self.ownership.check_data()
         training = weights is not None
         weights = [1.0] * len(micro_batches) if weights is None else weights
         if not micro_batches or len(micro_batches) != len(weights):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_pipe.errors import PipeError
 from tests.support.processes import refusals
-from tests.support.walks import DECAY, ListAverage, Teacher, Walks
+from tests.support.walks import DECAY, ListAverage, Teacher, TeacherByData, Walks
 from tests.trainer.whole_model.test_walks import fit
 
 
@@ -53,6 +53,12 @@ class Distils(Teacher):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = self.embed(batch[0].flatten(1))
         return F.mse_loss(self.model(x), self.teacher(x))
+
+
+class DistilsByData(TeacherByData):
+    """... and follows by assigned data, of which torch tells nobody: its values would be NaN."""
+
+    training_step = Distils.training_step
 
 
 class SumsNorms(Walks):
@@ -127,6 +133,7 @@ REFUSED: dict[type[Walks], tuple[type[Exception], str]] = {
     Mixed: (PipeError, "No rank has the value of 'mean'"),
     Vector: (PipeError, "not through one vector of all of them"),
     Distils: (PipeError, "a teacher whose layers follow a student's needs one device"),
+    DistilsByData: (PipeError, "a teacher whose layers follow a student's needs one device"),
     Trusting: (AttributeError, "parameters of other ranks have no gradient"),
 }
 
