@@ -189,8 +189,8 @@ class Ownership:
         name = self.known_name(parameter)
         if name is None and isinstance(parameter, AbsentTensor):
             raise CutError(
-                f"a tensor {tuple(parameter.shape)} {parameter.dtype} is used on rank {self.rank} that was computed "
-                "from parameters which other ranks hold.",
+                f"a tensor {tuple(parameter.shape)} {parameter.dtype} is used on {self.rank_names[self.rank]} that was "
+                "computed from parameters which other ranks hold.",
                 hint="Compute it inside the layer that has the parameters, and return it from there.",
             )
         # A parameter that the module does not own is on every rank that made it.
@@ -221,7 +221,7 @@ class Ownership:
 
     def _follows_others(self, name: str) -> CutError:
         return Origin((name,), self).error(
-            f"'{name}' is used on rank {self.rank} and follows parameters of other ranks",
+            f"'{name}' is used on {self.rank_names[self.rank]} and follows parameters of other ranks",
             "Only tensors of one rank can follow each other: change parameters one by one, not through one vector of "
             "all of them; a teacher whose layers follow a student's needs one device. For averaged weights use "
             "Lightning's callback EMAWeightAveraging.",

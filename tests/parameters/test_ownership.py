@@ -176,6 +176,15 @@ def test_the_use_of_a_value_that_another_rank_holds_raises() -> None:
         ownership.use(net.head.weight)
 
 
+def test_data_without_values_is_refused_where_a_rank_computes_with_it() -> None:
+    ownership, net = learned(0)
+    ownership.rank_names = ["rank 7", "rank 6"]  # Lightning's numbers, which errors tell
+    ownership.check_data()
+    net.layers[0].weight.data = 0.9 * net.layers[0].weight.data + 0.1 * net.layers[1].weight.data
+    with pytest.raises(CutError, match=r"'layers\.0\.weight' is used on rank 7 and follows parameters of other ranks"):
+        ownership.check_data()
+
+
 def test_every_rank_gets_every_value_again() -> None:
     parts = [learned(0), learned(1)]
     true = {
