@@ -21,8 +21,9 @@ class BufferSync:
     ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batch shows which buffers change. Batch
     norm is left out: it has an option of its own.
 
-    A buffer changes once for every micro-batch, and on one device once for the batch: a warning says so. Several ranks
-    of a pipeline do not have one in common: each would see a part of the micro-batches.
+    A buffer, also one that the step changes outside the layers, changes once for every micro-batch, and on one device
+    once for the batch: a warning says so. Several ranks of a pipeline do not have one of a layer in common: each would
+    see a part of the micro-batches.
 
     Args:
         module: the user's module.
@@ -106,7 +107,9 @@ class EvaluatedCopies:
 
     def begin(self) -> None:
         """Before the first batch."""
-        self._before = buffer_values(self._module)
+        values = buffer_values(self._module)
+        # what the step has made of the outermost module's own comes with its report
+        self._before = {name: value for name, value in values.items() if "." in name}
 
     def end(self) -> None:
         """Behind the last one. Collective over the pipeline."""
@@ -125,7 +128,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers of layers and other modules that this process has; batch norm has an option of its own."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
-            if prefix and not isinstance(part, BatchNorm) and not isinstance(buffer, AbsentTensor):
+            if not isinstance(part, BatchNorm) and not isinstance(buffer, AbsentTensor):
                 yield name, buffer
 
 

@@ -87,6 +87,38 @@ def test_replicas_have_the_values_of_the_first_one() -> None:
     assert float(results[0]["layers.2.rows"]) == 3 * 4
 
 
+class Centred(nn.Module):
+    """The outermost module follows the mean of what its layers compute, as center losses and queues do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        distance = (x - self.center).square().mean()
+        self.center = 0.9 * self.center + 0.1 * x.detach().mean(0)
+        return distance
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_buffers_of_the_step_are_named(micro_batches: int) -> None:
+    def body(transport: ThreadTransport) -> None:
+        net = Centred()
+        pipeline = Pipeline(net, find_layers(net, "layers"), [2, 2], schedules.get("1f1b"), transport)
+        pipeline.partition()
+        parts = list(torch.randn(8, 4).tensor_split(micro_batches))
+        pipeline.train(lambda _, x: net(x), parts, [1 / len(parts)] * len(parts))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_threads(thread_world(Topology(2, 1, 1)), body, timeout=30)
+    found = [str(each.message) for each in caught if "such buffers" in str(each.message)]
+    assert [text.startswith("'center' (1 such buffers) is changed") for text in found] == [True] * (micro_batches - 1)
+
+
 def test_buffers_that_change_in_copies_of_several_pipes_are_an_error() -> None:
     """Each of several pipes would go on from the value that its own micro-batches have made."""
     with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.mean`, and this schedule has several pipes"):
