@@ -30,7 +30,7 @@ _LEAST = 1e-6
 WEIGHTS = (
     "For a mean over something else than samples, or labels that are not -100, say what a micro-batch counts: "
     "PipeStrategy(loss_weight=lambda micro_batch: (micro_batch['labels'] != 0).sum()), say; a causal model predicts "
-    "labels[:, 1:] alone. A sum needs PipeStrategy(loss_weight='sum')."
+    "labels[:, 1:] alone. A sum needs PipeStrategy(loss_weight='sum'), a sum of different means micro_batches=1."
 )
 _AS_THEY_ARE = "With compare_losses=False nobody compares: what each micro-batch makes of its samples counts as it is."
 APART = (
