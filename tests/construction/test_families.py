@@ -104,7 +104,6 @@ HEADS: dict[str, Callable[[Path], nn.Module]] = {
     "another vocabulary": lambda path: hf.BertForPreTraining.from_pretrained(
         path, vocab_size=500, ignore_mismatched_sizes=True
     ),
-    "by name": hf.AutoModelForMaskedLM.from_pretrained,
 }
 
 
@@ -129,7 +128,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
 def test_a_residual_network() -> None:
     config = hf.ResNetConfig(embedding_size=64, hidden_sizes=[64, 128], depths=[2, 2], layer_type="basic", num_labels=3)
     layers = [layer.removeprefix("resnet.") for layer in LitResNet.layers]
-    assert_built_alike(lambda: hf.ResNetForImageClassification(config), layers, (1, 2, 4))
+    assert_built_alike(lambda: hf.ResNetForImageClassification(config), layers, (2,))
 
 
 def drawn_on_two_devices() -> tuple[list[float], list[float]]:

@@ -39,26 +39,16 @@ def of_the_paper(experiment: str) -> DictConfig:
     return settings
 
 
-def check_composed(composed: Compose, experiment: str, pipe: str, trainer: str) -> None:
-    settings = composed(f"experiment={experiment}", f"pipe={pipe}", f"trainer={trainer}")
-    plain = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
-    assert isinstance(plain, dict)
-    assert plain["recipe"] == experiment
-    assert (plain["pipe"] is None) == (pipe == "none")
-    assert plain["trainer"]["accelerator"] == ("cpu" if trainer == "cpu" else "gpu")
-
-
-@pytest.mark.parametrize("trainer", slow_but(TRAINERS, "cpu"))  # all of them further below, too
-def test_every_trainer_composes(composed: Compose, trainer: str) -> None:
-    """Experiments and schedules are composed further below."""
-    check_composed(composed, "gpt2_wikitext2", "chimera", trainer)
-
-
-@pytest.mark.slow
+@pytest.mark.slow  # every file is composed once further below
 @pytest.mark.parametrize("experiment", names("experiment"))
 def test_every_experiment_composes_with_every_schedule_and_trainer(composed: Compose, experiment: str) -> None:
     for pipe, trainer in product(names("pipe"), TRAINERS):
-        check_composed(composed, experiment, pipe, trainer)
+        settings = composed(f"experiment={experiment}", f"pipe={pipe}", f"trainer={trainer}")
+        plain = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
+        assert isinstance(plain, dict)
+        assert plain["recipe"] == experiment
+        assert (plain["pipe"] is None) == (pipe == "none")
+        assert plain["trainer"]["accelerator"] == ("cpu" if trainer == "cpu" else "gpu")
 
 
 @pytest.mark.parametrize("experiment", slow_but(names("experiment"), "resnet101_imagenet"))
@@ -191,6 +181,7 @@ def test_debug_and_hardware_win_over_the_experiment(composed: Compose) -> None:
     settings = composed("experiment=gpt2_wikitext2", "debug=one_device", "trainer=cpu")
     assert settings.pipe is None
     assert settings.trainer.devices == 1
+    assert settings.trainer.accelerator == "cpu"
     assert settings.threads == 1
 
 

@@ -21,6 +21,7 @@ from recipes.data.loading import (
 )
 from recipes.errors import RecipeError
 from tests.support.oracle import SILENT
+from tests.support.pairs import pairs
 
 
 class Keys(Dataset[tuple[int, int]]):
@@ -70,8 +71,7 @@ def test_incomplete_batches_are_left_out() -> None:
     assert len(made) == len(epoch_of(made, 0)) == 5
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("done", [1, 3, 5])
+@pytest.mark.parametrize(("workers", "done"), pairs([0, 2], [3, 1, 5]))
 def test_a_broken_off_epoch_goes_on_where_it_stopped(workers: int, done: int) -> None:
     whole = epoch_of(loader(), 2)
     broken = loader(workers=workers)
