@@ -25,7 +25,7 @@ OTHER = {"tensor": "parameters", "parameters": "tensor"}
 
 
 def fit(strategy: Any, devices: int, epochs: int, ckpt_path: Path | None = None, save: Path | None = None) -> Any:
-    """Train with the same batches on every replica; returns the weights, and those that a validation has seen."""
+    """Train with the same batches on every replica; returns the weights, and the loss of the last validation."""
     quiet()
     entry = MODELS["pairs"]
     module = entry.build()
@@ -45,10 +45,9 @@ def fit(strategy: Any, devices: int, epochs: int, ckpt_path: Path | None = None,
                 trainer.save_checkpoint(save)  # while parameters are whole, for the evaluation
 
         trainer.callbacks.append(Save())
-    batches = oracle.loader(entry.batches(2))
+    batches = oracle.loader(entry.batches(1))
     trainer.fit(module, batches, oracle.loader(entry.batches(1)), ckpt_path=ckpt_path, weights_only=False)
-    tested = trainer.test(module, oracle.loader(entry.batches(1)), verbose=False)
-    return oracle.state_of(module), tested[0]["test_loss"]
+    return oracle.state_of(module), float(trainer.callback_metrics["val_loss"])
 
 
 def fit_divided(process: int, save: Path, ckpt_path: Path | None = None, tensor: int = 2) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def fit_divided(process: int, save: Path, ckpt_path: Path | None = None, tensor:
         num_sanity_val_steps=0,
         **QUIET,
     )
-    batches, held_out = oracle.loader(entry.batches(2)), oracle.loader(entry.batches(1))
+    batches, held_out = oracle.loader(entry.batches(1)), oracle.loader(entry.batches(1))
     trainer.fit(entry.build(), batches, held_out, ckpt_path=ckpt_path, weights_only=False)
     trainer.save_checkpoint(save)
     return weights.found
@@ -81,11 +80,11 @@ def fit_and_test_anew(folder: Path, ranks: int) -> tuple[str, float]:
     strategy = PipeStrategy(micro_batches=2, **sizes, save_distributed_checkpoint=True)
     options: Any = {"accelerator": "cpu", "devices": 2 * ranks, "use_distributed_sampler": False, **QUIET}
     trainer = L.Trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **options)
-    trainer.fit(module, oracle.loader(entry.batches(2)))
+    trainer.fit(module, oracle.loader(entry.batches(1)))
     trainer.save_checkpoint(path)
     tested = trainer.test(entry.build(), oracle.loader(entry.batches(1)), path, verbose=False, weights_only=False)
     try:
-        trainer.test(module, oracle.loader(entry.batches(2)), verbose=False)
+        trainer.test(module, oracle.loader(entry.batches(1)), verbose=False)
     except ConfigurationError as error:
         return str(error), tested[0]["test_loss"]
     return "", 0.0
