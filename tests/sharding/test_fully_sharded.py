@@ -25,13 +25,14 @@ REPLICAS = [
 ]
 INTERLEAVED = Sharded("interleaved", stages=4, replicas=2, accumulate=2)
 RESHARDED = Sharded("zero_bubble", replicas=2, micro_batches=4, reshard=True)
+ONE_STAGE = Sharded(stages=1, ranks=1, replicas=2, micro_batches=2, steps=2)
 UNLIKE = {"noise", "t5"}
 """Random numbers of replicas are not those of one device; a softmax in single precision."""
 
 
 @pytest.mark.timeout(120)
 def test_replicas_train_as_one_device() -> None:
-    check(REPLICAS, Sharded("1f1b", replicas=2, steps=2), "data_parallel")
+    check(REPLICAS, Sharded("1f1b", replicas=2, micro_batches=2, steps=2), "data_parallel")
 
 
 @pytest.mark.slow
@@ -46,7 +47,7 @@ def test_five_steps(point: Sharded) -> None:
     ("name", "point"),
     pairs(
         ["divides_itself", "residual"],
-        [RESHARDED, replace(RESHARDED, reshard=False), Sharded(stages=1, ranks=1, replicas=2)],
+        [RESHARDED, replace(RESHARDED, reshard=False), ONE_STAGE],
         lambda name, point: (name, point) == (0, 2),
     ),
 )
@@ -59,11 +60,11 @@ def clipped(replicas: int) -> Trace:
     from lightning_pipe import PipeStrategy
 
     quiet()
-    entry = ZOO["gpt2"]
+    entry = MODELS["pairs"]
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": replicas}
     own = PipeStrategy("gpipe", 2, **sizes, layers=entry.layers, shard_optimizer="parameters") if replicas > 1 else None
     options = {"devices": replicas, "strategy": own or "auto", "use_distributed_sampler": False}
-    trace = oracle.fit(entry.build(), entry.batches(3), clip=1e-3, gradient_clip_algorithm="value", **options)
+    trace = oracle.fit(entry.build(), entry.batches(2), clip=1e-3, gradient_clip_algorithm="value", **options)
     return Trace(weights=trace.weights)
 
 
