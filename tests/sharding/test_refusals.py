@@ -35,7 +35,7 @@ from lightning_pipe.sharding.tensor_parallel import (
 from lightning_pipe.trainer.model_sharding import check
 from tests.support import oracle, processes
 from tests.support.pairs import slow_but
-from tests.support.sharded_runs import MODELS, Pair, Pairs, divide_pair
+from tests.support.sharded_runs import MODELS, Pair, divide_pair
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -180,29 +180,6 @@ def test_what_is_refused_before_torch_fails(refused: str) -> None:
             oracle.assert_equal(oracle.Trace(weights=found[kind]), oracle.Trace(weights=truth))
 
 
-class OverTensorRanks(Pairs):
-    """Its ``configure_model`` leaves the replicas out."""
-
-    def configure_model(self) -> None:
-        for layer in self.layers if self.device_mesh is not None else ():
-            divide_pair(layer, self.device_mesh["tensor_parallel"])
-
-
-def fit_over_replicas_too(process: int) -> None:
-    quiet()
-    sizes: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "tensor_parallel_size": 2}
-    options: dict[str, Any] = {"devices": 4, "use_distributed_sampler": False}
-    strategy = PipeStrategy(**sizes, micro_batches=2, shard_optimizer="parameters")
-    oracle.fit(OverTensorRanks().double(), MODELS["pairs"].batches(1), strategy=strategy, **options)
-
-
-@pytest.mark.timeout(100)
-def test_a_module_that_divides_itself_over_tensor_ranks_alone() -> None:
-    """What divides itself over both is trained in test_fully_sharded and test_tensor_parallel."""
-    with pytest.raises(ConfigurationError, match="does not divide what configure_model has divided over tensor ranks"):
-        processes.run_trainers(fit_over_replicas_too, 4, timeout=80)
-
-
 class DTensor(Tensor):
     """Looks like torch's, over two tensor ranks."""
 
@@ -250,6 +227,20 @@ def test_modules_that_ask_for_the_mesh_are_found() -> None:
     assert sharding.by_module(DividesInAHelper())
     assert sharding.by_module(MODELS["divides_itself"].build())
     assert not sharding.by_module(MODELS["pairs"].build())
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_module_that_divides_itself_over_tensor_ranks_alone(here: bool) -> None:
+    """Wherever its parts are. What divides itself over both is trained in test_checkpoints and test_fully_sharded."""
+    sharding = PipeStrategy(shard_optimizer="parameters").sharding
+    module: Any = DividesInAHelper()
+    sharding.mesh = {"data_parallel": SimpleNamespace(size=lambda: 2)}
+    module.parameters = lambda: [torch.ones(2).as_subclass(DTensor)] if here else []
+    places = SimpleNamespace(same_tensor_rank=())
+    transport = SimpleNamespace(topology=places, all_gather_object=lambda own, members: [own, not here])
+    run: Any = SimpleNamespace(pipeline=SimpleNamespace(transport=transport))
+    with pytest.raises(ConfigurationError, match="does not divide what configure_model has divided over tensor ranks"):
+        sharding.divide(module, run)
 
 
 def test_a_layer_that_returns_a_part() -> None:
