@@ -47,19 +47,19 @@ def write_parquet(folder: Path, train: int = 40, validation: int = 10) -> Path:
     return folder
 
 
-def command(module: str, folder: Path, arguments: list[str], timeout: float = 60) -> Outcome:
+def command(module: str, folder: Path, arguments: list[str], timeout: float = 60, processes: int = 1) -> Outcome:
     """What ``python -m module`` does in a folder; a forked process has the libraries that a fresh one imports first.
 
-    The value is the code or the words it ends with.
+    One process starts the others of its run itself; with more ``processes`` a launcher has started them.
+    The value is the code or the words that the first one ends with.
     """
-    (done,) = outcomes(
-        _command, 1, timeout=timeout, group_timeout=None, module=module, folder=folder, arguments=arguments
-    )
-    return done
+    call = {"module": module, "folder": folder, "arguments": arguments, "alone": processes == 1}
+    return outcomes(_command, processes, timeout=timeout, group_timeout=None, **call)[0]
 
 
-def _command(process: int, module: str, folder: Path, arguments: list[str]) -> str | int | None:
-    for name in (*RANK_VARIABLES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+def _command(process: int, module: str, folder: Path, arguments: list[str], alone: bool) -> str | int | None:
+    ranks = (*RANK_VARIABLES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in ranks if alone else ():
         os.environ.pop(name, None)
     os.chdir(folder)
     sys.argv[1:] = arguments

@@ -58,11 +58,13 @@ def summary(output: Path) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.timeout(400)
-def test_two_processes_train_and_one_device_goes_on(tmp_path: Path) -> None:
-    """The first process starts the second one; on one device the run is resumed."""
+@pytest.mark.parametrize("processes", slow_but([1, 2], 2))
+def test_two_processes_train_and_one_device_goes_on(processes: int, tmp_path: Path) -> None:
+    """One process starts the second one, which imports for long; on one device the run is resumed."""
     output, further = tmp_path / "out", tmp_path / "further"
     text = [f"data.files={write_text(tmp_path / 'wiki')}", f"paths.data={tmp_path / 'data'}"]
-    done = command("recipes.train", ROOT, [*SMALL, f"hydra.run.dir={output}", *text], timeout=200)
+    arguments = [*SMALL, f"hydra.run.dir={output}", *text]
+    done = command("recipes.train", ROOT, arguments, timeout=200, processes=processes)
     assert done.value == 0, done.output + done.trace
     first = summary(output)
     assert first["after"]["val_perplexity"] < first["before"]["val_perplexity"] / 2
