@@ -88,7 +88,7 @@ def fit(
             {"micro_batches": 4, "stages": 1},  # uneven
             {"micro_batches": 2, "stages": 2, "schedule": "pipedream_2bw"},
         ],
-        lambda loss, options: loss == options != 0 and loss != 2,  # others below in batches of their own
+        lambda loss, options: loss == options in (1, 3),  # others below in batches of their own
     ),
 )
 def test_what_is_no_mean_over_samples_is_told_with_both_numbers(loss: type[Tokens], options: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def test_means_are_passed_over(loss: type[Tokens], stages: int) -> None:
 )
 def test_no_false_alarms(loss: type[Tokens], options: dict[str, Any]) -> None:
     L.seed_everything(1, verbose=False)
-    assert fit(loss(early=0.1), Batches(number=4).batches, layers="layers", message="samples", **options) == []
+    assert fit(loss(early=0.1), Batches(number=2).batches, layers="layers", message="samples", **options) == []
 
 
 @pytest.mark.parametrize("time", slow_but([2, 6], 2))
@@ -152,9 +152,10 @@ def test_a_check_that_cannot_be_made_says_why_once(loss: type[Tokens], reason: s
     (told,) = fit(loss(), Batches(number=2).batches, layers="layers", message="samples")
     assert "not checked" in told
     assert reason in told
-    batches = Batches(number=2).batches
-    counted = fit(loss(), batches, layers="layers", message="not checked", compare_losses=False)
-    assert counted == []
+    if loss is Picky:
+        batches = Batches(number=2).batches
+        assert fit(loss(), batches, layers="layers", message="not checked", loss_weight=lambda part: 2.0) == []
+        assert fit(loss(), batches, layers="layers", message="not checked", compare_losses=False) == []
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_what_differs_and_is_not_random_is_judged(mean: type[Tokens], other: typ
 
     What layers say of a micro-batch is judged with the loss, and what is only logged does not end the check.
     """
-    batches = Batches(number=2).batches
+    batches = Batches().batches
     assert fit(mean(), batches, layers="layers", message="over the samples", stages=stages) == []
     (told,) = fit(other(), batches, layers="layers", message="over the samples", stages=stages)
     assert MESSAGE in told
@@ -196,7 +197,7 @@ def test_all_neighbours_are_compared_in_the_first_batch_and_two_in_later_ones(mo
 
 def test_later_batches_are_checked_too() -> None:
     """In the first batch all labels are of one class, whose weight does not matter."""
-    batches = Batches(number=3).batches
+    batches = Batches(number=2).batches
     batches[0]["labels"] = torch.ones_like(batches[0]["labels"])
     batches[1]["labels"] = batches[1]["input_ids"]
     assert len(fit(Weighted(), batches[:1], layers="layers")) == 0
@@ -251,13 +252,7 @@ def test_own_slices_along_another_dimension() -> None:
 def test_rounding_is_no_difference(precision: str) -> None:
     batches = Batches(samples=8).batches
     for loss, times in ((MeanOfSamples, 0), (SumOfTokens, 1)):
-        assert len(fit(loss().float(), batches, layers="layers", precision=precision, micro_batches=8)) == times
-
-
-def test_two_that_agree_by_chance_do_not_hide_it() -> None:
-    batch = Batches().batches[0]
-    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(7) >= torch.tensor([[3, 3, 3, 3, 7, 1]]).T, PADDING)
-    assert len(fit(MeanOfTokens(), [batch], layers="layers", micro_batches=6)) == 1
+        assert len(fit(loss().float(), batches, layers="layers", precision=precision, micro_batches=4)) == times
 
 
 def test_samples_in_the_order_of_their_classes_do_not_hide_it() -> None:
@@ -265,10 +260,6 @@ def test_samples_in_the_order_of_their_classes_do_not_hide_it() -> None:
     batch = Batches().batches[0]
     batch["labels"] = (torch.arange(6) // 2)[:, None].expand_as(batch["labels"]).clone()
     assert len(fit(Weighted(), [batch], layers="layers", micro_batches=6)) == 1
-
-
-def test_dropout_in_earlier_stages_does_not_hide_it() -> None:
-    assert len(fit(MeanOfTokens(early=0.2), Batches().batches, layers="layers")) == 1
 
 
 def tokens(micro_batch: Any) -> float:
@@ -283,7 +274,7 @@ def test_nobody_is_told_who_has_said_what_counts() -> None:
 
 def test_sums_are_added() -> None:
     """The gradient of a sum over the batch, as on one device."""
-    batches = Batches(number=3).batches
+    batches = Batches(number=2).batches
     found, plain = ({}, {})
     for into, strategy in ((found, PipeStrategy(layers="layers", loss_weight="sum", micro_batches=4)), (plain, "auto")):
         module = SumOfTokens()
@@ -454,7 +445,8 @@ def test_a_run_that_fails_on_one_rank_ends_on_all() -> None:
     assert run_trainers(refused_on_one_rank, 2, timeout=60, places=[0, 3]) == [[1, 1], [0, 0]]
 
 
-@pytest.mark.parametrize("name", slow_but(["gpt2", "llama", "t5"], "gpt2"))
+@pytest.mark.slow  # the fast ones of means over labels: batches/test_token_losses.py
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_padding_in_real_models_is_counted(name: str) -> None:
     """What Hugging Face models compute by themselves is a mean over tokens."""
     entry = ZOO[name]
