@@ -130,7 +130,10 @@ def test_what_counts_nothing_has_no_gradients(loss: Any, schedule: str) -> None:
 LOSSES = [mean, masked, causal, of_samples]
 
 
-@pytest.mark.parametrize(("loss", "micro_batches"), pairs(LOSSES, [3, "auto"]))
+@pytest.mark.parametrize(
+    ("loss", "micro_batches"),  # the other losses: also on two processes, below
+    pairs(LOSSES, [3, "auto"], lambda loss, micro_batches: loss == 0 or (loss, micro_batches) == (3, 0)),
+)
 def test_means_over_labels_need_no_function(loss: Any, micro_batches: Any) -> None:
     module, data = Tagger(loss), items(4, unlabelled=() if loss is causal else (6, 7))
     found = fit(0, module, data, strategy=PipeStrategy(stages=2, layers="layers", micro_batches=micro_batches))
@@ -195,7 +198,7 @@ def test_what_losses_do_not_show_runs_whole(loss: Any) -> None:
     assert sum("does not show" in str(each.message) for each in told) == 1
 
 
-@pytest.mark.parametrize("loss", [weighted, rare])
+@pytest.mark.parametrize("loss", slow_but([weighted, rare], rare))
 def test_other_means_run_whole_or_name_the_remedy(loss: Any) -> None:
     data = items(3, unlabelled=(0, 1))
     strategy = PipeStrategy(stages=2, layers="layers")
