@@ -117,16 +117,15 @@ if not _has_shapes_of_gamma():  # torch 2.10: refused between layers, as all tha
     del DRAWS["standard_gamma"]
 
 
-@pytest.mark.parametrize("name", slow_but(DRAWS, *[*DRAWS][::3]))
+@pytest.mark.parametrize("name", slow_but(DRAWS, *[*DRAWS][::5]))
 def test_numbers_drawn_after_a_random_function_do_not_depend_on_the_cut(name: str) -> None:
     model = Drawing(DRAWS[name])
     # threads share torch's generator: one rank at a time
-    found = [pipelined(model, [batch()], 2, ranks=1, stages=stages, layers="layers") for stages in (1, 2, 4)]
+    found = [pipelined(model, [batch()], 2, ranks=1, stages=stages, layers="layers") for stages in (1, 4)]
     assert found[1].losses == pytest.approx(found[0].losses, rel=1e-6)
-    assert found[2].losses == pytest.approx(found[0].losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["multi_head_attention_forward", "rrelu_"])
+@pytest.mark.parametrize("name", slow_but(["multi_head_attention_forward", "rrelu_"], "rrelu_"))
 def test_a_checkpoint_draws_them_again(name: str) -> None:
     model = Drawing(DRAWS[name])
     plain = pipelined(model, [batch()] * 2, 2, ranks=1, stages=2, layers="layers")
@@ -198,7 +197,7 @@ def test_draws_of_layers_from_random_and_numpy_do_not_depend_on_the_cut(layer: t
     model = LibraryDrawing(layer)
     found = [
         pipelined(model, [batch()] * 2, 2, ranks=1, stages=stages, layers="layers", recompute=recompute)
-        for stages in (1, 2, 4)
+        for stages in (1, 4)
     ]
     for other in found[1:]:
         assert other.losses == pytest.approx(found[0].losses, rel=1e-6)
@@ -221,7 +220,7 @@ class Quiet(Drawing):
 def test_layers_draw_alike_after_their_first_batches(make: Callable[[], nn.Module], recompute: str) -> None:
     found = [
         pipelined(make(), [batch()] * 5, 2, ranks=1, stages=stages, layers="layers", recompute=recompute)
-        for stages in (1, 2, 4)
+        for stages in (1, 4)
     ]
     for other in found[1:]:
         assert other.losses == pytest.approx(found[0].losses, rel=1e-6)
@@ -297,14 +296,14 @@ def later(draw: Callable[[], float]) -> Callable[[], float]:
 def test_one_layer_that_first_draws_in_a_later_batch_does_so_alike_on_every_division(
     draw: Callable[[], float], around: Callable[[], float], recompute: str
 ) -> None:
-    found = [curve(stages, 1, draw, 3, around, recompute=recompute) for stages in (1, 2, 4)]
+    found = [curve(stages, 1, draw, 3, around, recompute=recompute) for stages in (1, 4)]
     assert alike(found)
     assert not alike([found[0], curve(1, 0, draw, 3, around)])
 
 
 @pytest.mark.parametrize("draw", SOME_LIBRARIES)
 def test_code_around_layers_that_first_draws_in_a_later_batch_does_so_alike(draw: Callable[[], float]) -> None:
-    found = [curve(stages, 0, draw, 3, later(draw)) for stages in (1, 2, 4)]
+    found = [curve(stages, 0, draw, 3, later(draw)) for stages in (1, 4)]
     assert alike(found)
 
 
@@ -331,7 +330,7 @@ def test_a_number_that_is_drawn_in_every_batch_mends_it() -> None:
         number = random.random()
         return number if Batches.number >= 3 else 1.0
 
-    found = [curve(stages, 2, draw, 0, one) for stages in (1, 2, 4)]
+    found = [curve(stages, 2, draw, 0, one) for stages in (1, 4)]
     assert alike(found)
 
 
@@ -344,7 +343,7 @@ def test_layers_draw_alike_in_evaluations(draw: Callable[[], float]) -> None:
             results = pipeline.evaluate(lambda _, part: module(**part), [batch()], seed=5)
         found[-1].append(float(results[0]))
 
-    for stages in (1, 2, 4):
+    for stages in (1, 4):
         found.append(list[float]())
         pipelined(
             Batches(2, draw, 0, one), [batch()] * 5, 2, ranks=1, stages=stages, layers="layers", between=evaluated
