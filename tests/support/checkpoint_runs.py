@@ -85,12 +85,11 @@ def of_four(folder: Path) -> dict[str, Any]:
 
 
 def of_two(folder: Path) -> dict[str, Any]:
-    """Runs that resume on two stages, and that keep averaged weights."""
+    """Runs that resume on two stages, and that keep averaged weights; a plugin of Lightning's writes those."""
     first = Path("epoch=0.ckpt")
     return {
         "two": partial(one, devices=2, resume=folder / "four" / first, schedule="gpipe"),
         "folder_two": partial(one, devices=2, resume=folder / "parts" / first, schedule="1f1b"),
-        "averaged": partial(one, devices=2, save=folder / "averaged", averaged=True),
-        "background": partial(one, devices=2, save=folder / "background", in_background=True),
+        "averaged": partial(one, devices=2, save=folder / "averaged", averaged=True, in_background=True),
         "averaged_again": partial(one, devices=2, resume=folder / "averaged_plain" / first, averaged=True),
     }
