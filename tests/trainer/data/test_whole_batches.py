@@ -95,7 +95,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "two_stages_here", "two_ranks", "accumulated"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "two_stages_here", "accumulated"))
 def test_a_loss_that_compares_samples_equals_one_device(layout: str) -> None:
     devices, options, trainer = LAYOUTS[layout]
     logged, mean, state, _ = fit(0, Contrastive(), **trainer)
