@@ -35,7 +35,7 @@ from tests.support.nccl.events import Event, Issued
 from tests.support.nccl.explore import explore
 from tests.support.nccl.programs import ALL_RULES, Rules, programs
 from tests.support.nccl.recording import RecordingTransport, record, recorded_into
-from tests.support.pairs import slow_but
+from tests.support.pairs import pairs, slow_but
 from tests.support.zoo.base import Regression, blocks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -156,8 +156,9 @@ def test_divided_updates_end(family: Family, sharded: Sharding) -> None:
     check(recorded, resident=[QUEUES])
 
 
-@pytest.mark.parametrize("family", families(synchronous=False), ids=lambda family: family.label)
-@pytest.mark.parametrize("replicas", slow_but([1, 2], 1))
+@pytest.mark.parametrize(
+    ("family", "replicas"), pairs(families(synchronous=False), [1, 2], lambda family, replicas: family == replicas == 0)
+)
 def test_batches_in_flight_end(family: Family, replicas: int) -> None:
     net, data = asynchronous_engine.Net(), asynchronous_engine.batches(5)
     topology = topology_of(family, 3, 3, replicas)
@@ -173,7 +174,8 @@ def test_batches_in_flight_end(family: Family, replicas: int) -> None:
     check(record(topology, body))
 
 
-@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.label)
+@pytest.mark.slow  # fast: the next one, with fewer messages of the host
+@pytest.mark.parametrize("family", families(synchronous=True), ids=lambda family: family.label)
 def test_the_queues_of_a_device_suffice_for_four_ranks(family: Family) -> None:
     stages = family.build(4, 8).stages
     steps = 2 if family in EXPLORABLE else 1
