@@ -203,7 +203,9 @@ def test_other_means_run_whole_or_name_the_remedy(loss: Any) -> None:
     data = items(3, unlabelled=(0, 1))
     strategy = PipeStrategy(stages=2, layers="layers")
     assert_equal(fit(0, Tagger(loss), data, strategy=strategy), fit(0, Tagger(loss), data))
-    with pytest.raises(ConfigurationError, match=r"nor over labels that are not -100.*\n.*loss_weight.*micro_batches=1"):
+    with pytest.raises(
+        ConfigurationError, match=r"nor over labels that are not -100.*\n.*loss_weight.*micro_batches=1"
+    ):
         fit(0, Tagger(loss), data, strategy=PipeStrategy(stages=2, layers="layers", micro_batches=4))
 
 
