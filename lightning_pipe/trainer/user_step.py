@@ -16,7 +16,7 @@ from lightning_pipe.intercept.module_state import name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.plain.step_traces import StepTraces, TracesOfBatch
-from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge, single_value
+from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, single_value
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingBroadcast
@@ -142,19 +142,6 @@ class UserStep:
         if training:
             trainer.strategy.world.signals.told = told
 
-    def check_windows(self, micro_batches: int) -> None:
-        """Refuse metrics over the last updates, of which a batch in several micro-batches makes as many.
-
-        Raises:
-            ConfigurationError: the step has updated one.
-        """
-        if micro_batches > 1 and self.metrics.windows:
-            raise ConfigurationError(
-                f"`self.{min(self.metrics.windows)}` keeps the last values that it was given. The step gives it one "
-                "for each micro-batch, so its window holds fewer batches than on one device.",
-                hint="Update the metric in on_train_batch_end, or use PipeStrategy(micro_batches=1).",
-            )
-
 
 class StepOfBatch:
     """The step of one batch: called for its micro-batches, then shared with all ranks of the pipeline.
@@ -214,7 +201,7 @@ class StepOfBatch:
         if self.dropped:
             raise CutError("internal error: the batch runs again.")
         common = self._user_step
-        again = is_recomputing()
+        again, common.metrics.parts = is_recomputing(), len(self.micro_batches.parts)
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not again)
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
@@ -268,11 +255,10 @@ class StepOfBatch:
             changes: what steps changed in the attributes of the LightningModule.
         """
         common, amounts = self._user_step, self.micro_batches.amounts
-        common.check_windows(len(amounts))
         outputs = losses_on_host(outputs, common.pipeline) if self._training else outputs
         losses = losses_of(outputs) if self.micro_batches.summed else {}
         # what is logged is weighted as the losses are
-        logged = merge(self._logged, amounts, losses)
+        logged = common.log.merge(self._logged, self.micro_batches.sizes, amounts, losses)
         return StepReport(outputs, logged, changes, common.asked(self._training), hooks=self._traces.left())
 
     def replay(self, reports: Sequence[StepReport], *, own_batch: bool = True) -> None:

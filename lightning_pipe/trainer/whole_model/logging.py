@@ -54,6 +54,7 @@ class Merged:
         weights: of the values in a mean, from `merge` on.
         dtype: of the values, from `merge` on; ``None`` for a metric without a value.
         is_loss: whether each of them was the loss of its micro-batch.
+        constant: whether ``batch_size`` among the options is that of a whole batch, in each micro-batch.
         origin: the tensor that was logged; on a later stage its value may come after the call.
     """
 
@@ -65,6 +66,7 @@ class Merged:
     weights: list[float] = field(default_factory=list)
     dtype: torch.dtype | None = None
     is_loss: bool = False
+    constant: bool = False
     origin: Tensor | None = None
 
     def complete(self) -> None:
@@ -114,6 +116,7 @@ class Log:
     module: nn.Module
     metrics: Mapping[int, str]
     _current: dict[LogKey, Merged] | None = None
+    _whole: dict[LogKey, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = self.module.named_modules()
@@ -154,6 +157,34 @@ class Log:
         finally:
             self._current = None
 
+    def merge(
+        self, logged: Logged, samples: Sequence[float], amounts: Sequence[float], losses: Mapping[int, float]
+    ) -> list[Merged]:
+        """What was logged, over the micro-batches of this rank.
+
+        A step that gives ``batch_size=`` the samples of a whole batch does so in every micro-batch, and in batches that
+        have fewer: they count what they do without. Any other number is one of the micro-batch's own.
+
+        Args:
+            logged: the entries of each micro-batch.
+            samples: of every micro-batch of the batch.
+            amounts: what each of them counts in means.
+            losses: of every micro-batch, to tell which of the values are the loss; empty if nobody asks.
+        """
+        found = [(micro_batch, one) for micro_batch, entries in sorted(logged.items()) for one in entries.values()]
+        values = to_host([one.values[0] for _, one in found])
+        for (micro_batch, one), value in zip(found, values, strict=True):
+            tensor, given = one.values[0], one.options.get("batch_size")
+            if tensor is not None:
+                one.dtype = tensor.dtype if tensor.is_floating_point() else _default_dtype()
+            if len(samples) > 1 and given == sum(samples):
+                self._whole[one.key] = given
+            one.constant = given is not None and len(samples) > 1 and given == self._whole.get(one.key)
+            counts = amounts[micro_batch] if given is None or one.constant else given
+            one.values, one.weights = [value], [float(counts)]
+            one.is_loss = value == losses.get(micro_batch)
+        return combine(one for _, one in found)
+
     def replay(
         self, merged: Iterable[Merged], micro_batches: int, device: torch.device, *, own_batch: bool = True
     ) -> None:
@@ -169,9 +200,8 @@ class Log:
             module: Any = self.module.get_submodule(one.key.module)
             options = dict(one.options)
             partial = len(one.values) < micro_batches or not own_batch
-            if options.get("batch_size") is not None or (
-                partial and _reduction(options.get("reduce_fx", "mean")) == "mean"
-            ):
+            counted = options.get("batch_size") is not None
+            if not one.constant and (counted or (partial and _reduction(options.get("reduce_fx", "mean")) == "mean")):
                 options["batch_size"] = int(one.weight) if one.weight.is_integer() else one.weight
             # filled on the device: the host would wait for a copy
             value: Any = None if one.dtype is None else torch.full((), one.result, dtype=one.dtype, device=device)
@@ -220,25 +250,6 @@ def _move(metric: Any, *args: Any, **options: Any) -> Any:
     """
     here = metric.is_tensor and not options and args == (metric.value.device,)
     return metric if here else _to(metric, *args, **options)
-
-
-def merge(logged: Logged, samples: Sequence[float], losses: Mapping[int, float] | None = None) -> list[Merged]:
-    """What was logged, over the micro-batches of this rank.
-
-    Args:
-        logged: the entries of each micro-batch.
-        samples: of every micro-batch of the batch.
-        losses: of every micro-batch, to tell which of the values are the loss.
-    """
-    found = [(micro_batch, one) for micro_batch, entries in sorted(logged.items()) for one in entries.values()]
-    values = to_host([one.values[0] for _, one in found])
-    for (micro_batch, one), value in zip(found, values, strict=True):
-        tensor, given = one.values[0], one.options.get("batch_size")
-        if tensor is not None:
-            one.dtype = tensor.dtype if tensor.is_floating_point() else _default_dtype()
-        one.values, one.weights = [value], [float(samples[micro_batch] if given is None else given)]
-        one.is_loss = value == (losses or {}).get(micro_batch)
-    return combine(one for _, one in found)
 
 
 def combine(merged: Iterable[Merged]) -> list[Merged]:

@@ -39,14 +39,14 @@ class Metrics:
 
     Attributes:
         alike: whether all ranks run the whole of the step that is under way.
-        windows: the metrics over the last updates (`torchmetrics.aggregation.RunningMean`) that steps have updated.
+        parts: the micro-batches of its batch.
 
     Raises:
         ConfigurationError: a metric is part of what some ranks alone run.
     """
 
     def __init__(self, pipeline: Pipeline, world: World) -> None:
-        self._pipeline, self._world, self.alike = pipeline, world, False
+        self._pipeline, self._world, self.alike, self.parts = pipeline, world, False, 1
         module = pipeline.module
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
@@ -54,7 +54,6 @@ class Metrics:
             self._check_places(module)
         self._forwards = 0  # within how many calls of `Metric.forward` the code is, which computes the batch's value
         self._touched: dict[int, Snapshot] | None = None
-        self.windows: set[str] = set()
 
     def _check_places(self, module: nn.Module) -> None:
         """Refuse metrics in layers, and in modules outside the sequence that hold parameters."""
@@ -126,8 +125,12 @@ class Metrics:
     def _update(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._touch(metric)
-            if self._world.local and isinstance(metric, Running):
-                self.windows.add(self.names[id(metric)])
+            if self._world.local and self.parts > 1 and isinstance(metric, Running):
+                raise ConfigurationError(
+                    f"`self.{self.names[id(metric)]}` keeps the last values that it was given. The step gives it one "
+                    "for each micro-batch, so its window holds fewer batches than on one device.",
+                    hint="Update the metric in on_train_batch_end, or use PipeStrategy(micro_batches=1).",
+                )
             return update(*args, **kwargs)
 
         return wrapper

@@ -13,7 +13,7 @@ import torchmetrics
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine, merge
+from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, combine
 
 
 class Module(L.LightningModule):
@@ -40,6 +40,10 @@ def recorded(calls: list[list[tuple[str, Any, dict[str, Any]]]], module: Module 
                 for name, value, options in of_micro_batch:
                     module.log(name, value, **options)
     return logged
+
+
+def merge(logged: Logged, samples: list[float]) -> list[Merged]:
+    return Log(Module(), {}).merge(logged, samples, samples, {})
 
 
 def results(logged: Logged, samples: list[float]) -> dict[str, float]:
@@ -74,6 +78,15 @@ def test_batch_size_given_by_the_user_is_the_weight() -> None:
     (merged,) = merge(recorded(calls), [10, 10])
     assert merged.result == 3.0
     assert merged.weight == 3
+
+
+def test_batch_size_of_whole_batches_is_no_weight_in_smaller_ones_either() -> None:
+    log = Log(Module(), {})
+    calls = [[("x", 1.0, {"batch_size": 4})], [("x", 4.0, {"batch_size": 4})]]
+    for samples, expected in (([3.0, 1.0], 1.75), ([1.0, 1.0], 2.5), ([2.0, 1.0], 2.0)):
+        (merged,) = log.merge(recorded(calls), samples, samples, {})
+        assert (merged.result, merged.constant) == (expected, True)
+    assert not merge(recorded(calls), [1, 1])[0].constant
 
 
 def test_values_logged_by_some_micro_batches_alone() -> None:
