@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fake_cuda.call import rehearse
 from tests.support.state_programs import PROGRAMS
-from tests.trainer.test_state_contract import PHASES, Left, amiss, ended, verdict
+from tests.trainer.test_state_contract import PHASES, Cell, Left, amiss, ended, verdict
 
 pytestmark = pytest.mark.rehearsed
 
@@ -18,20 +18,20 @@ OTHER_DRAWS = frozenset(["NoiseBefore"])
 FAST = ["BufferInPlaceBefore", "TableBefore"]
 
 
-def on_devices(names: list[str], phase: str, schedule: str) -> dict[str, list[Left]]:
+def on_devices(cells: list[Cell]) -> dict[Cell, list[Left]]:
     """A process may be ended behind an error there, so each program that is told has a world of its own."""
-    equal = [name for name in names if not PROGRAMS[name].expected(phase, schedule)]
-    found = dict[str, list[Left]]()
-    for world in filter(None, (equal, *([name] for name in names if name not in equal))):
-        found |= ended(world, phase, schedule, accelerator="gpu")
+    equal = [cell for cell in cells if not PROGRAMS[cell[2]].expected(*cell[:2])]
+    found = dict[Cell, list[Left]]()
+    for world in filter(None, (equal, *([cell] for cell in cells if cell not in equal))):
+        found |= ended(world, accelerator="gpu")
     return found
 
 
-def wrong(names: list[str], phase: str, schedule: str) -> dict[str, str]:
+def wrong(names: list[str], phase: str, schedule: str) -> dict[Cell, str]:
     """By program what is not as it is owed."""
-    left = rehearse(on_devices, names, phase, schedule, timeout=1500)
-    found = {name: amiss(name, phase, schedule, verdict(name, phase, left[name])) for name in names}
-    return {name: each for name, each in found.items() if each}
+    left = rehearse(on_devices, [(phase, schedule, name) for name in names], timeout=1500)
+    found = {cell: amiss(cell, verdict(cell, each)) for cell, each in left.items()}
+    return {cell: each for cell, each in found.items() if each}
 
 
 @pytest.mark.timeout(120)
