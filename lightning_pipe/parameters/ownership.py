@@ -208,15 +208,15 @@ class Ownership:
             self.used.add(name)
 
     def check_data(self) -> None:
-        """Raise if a parameter or buffer that this rank computes with was assigned data without values.
+        """Raise if a parameter that this rank computes with was assigned data without values.
 
         Torch tells nobody of ``teacher.data = 0.9 * teacher.data + 0.1 * student.data``; it would compute NaN.
 
         Raises:
             CutError: names it.
         """
-        for name, tensor in named_tensors(self._module):
-            if is_absent(tensor) and self.holds(name) and self.needed(name):
+        for name, parameter in self._module.named_parameters():
+            if is_absent(parameter) and self.holds(name) and self.needed(name):
                 raise self._follows_others(name)
 
     def _follows_others(self, name: str) -> CutError:

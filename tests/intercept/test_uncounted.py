@@ -110,9 +110,9 @@ class Averaging(nn.Linear):
 def test_layers_are_not_looked_into() -> None:
     model = Scaled(lambda mean: mean, lambda mean: mean).double()
     model.layers = nn.ModuleList(Averaging().double() for _ in range(4))
-    expected = gradients(copy.deepcopy(model), 4, stages=1)
+    expected = gradients(copy.deepcopy(model), 4, stages=1, compare_losses=False)
     try:
-        found = gradients(model, 4, stages=2, schedule="gpipe")
+        found = gradients(model, 4, stages=2, schedule="gpipe", compare_losses=False)
     except CutError:
         return
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
