@@ -20,7 +20,7 @@ from tests.support.trainer_runs import quiet
 
 WIDTH, SIZE, LAYERS, MICRO_BATCHES = 8, 4, 4, 2
 SKIPPED = 20
-MOST_OVER_DDP = 2.0
+MOST_OVER_DDP = 1.2
 
 
 class Tiny(L.LightningModule):
