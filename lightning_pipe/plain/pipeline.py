@@ -83,8 +83,8 @@ class Pipeline:
         passes: how often a training step runs the layers, each pass from the first to the last.
         rank_order: whose ranks have neighbouring numbers: ``"pipeline"`` or ``"replicas"``.
         timeout: the longest that one process waits for another.
-        compare_losses: whether the losses of some micro-batches, alone and together, are compared in the first batches.
         device: where this rank computes; ``None``: where the model is, else with NCCL the GPU of number LOCAL_RANK.
+        compare_losses: whether the losses of some micro-batches, alone and together, are compared in the first batches.
 
     Raises:
         ConfigurationError: an option, the processes or the model do not fit.
@@ -115,8 +115,8 @@ class Pipeline:
         passes: int = 1,
         rank_order: RankOrder = "pipeline",
         timeout: timedelta = timedelta(minutes=30),
-        compare_losses: bool = True,
         device: torch.device | str | None = None,
+        compare_losses: bool = True,
     ) -> None:
         family = schedules.get(schedule)
         if isinstance(micro_batches, int):

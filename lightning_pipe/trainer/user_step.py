@@ -201,7 +201,8 @@ class StepOfBatch:
         if self.dropped:
             raise CutError("internal error: the batch runs again.")
         common = self._user_step
-        again, common.metrics.parts = is_recomputing(), len(self.micro_batches.parts)
+        again = is_recomputing()
+        common.metrics.parts = len(self.micro_batches.parts)
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not again)
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone

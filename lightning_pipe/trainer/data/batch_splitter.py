@@ -89,7 +89,7 @@ class BatchSplitter:
 
     def is_open(self, split: MicroBatches) -> bool:
         """Whether losses are to show, on any replica, what they are a mean over. Collective until that is known."""
-        if self._tokens is None or len(self._tokens.left or ()) == 1:
+        if self._tokens is None or len(self._tokens.left or ()) == 1:  # one candidate is left
             return False
         return self._transport.sum_over_replicas(len(split.candidates)) > 0
 

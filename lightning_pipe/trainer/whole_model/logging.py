@@ -116,7 +116,7 @@ class Log:
     module: nn.Module
     metrics: Mapping[int, str]
     _current: dict[LogKey, Merged] | None = None
-    _whole: dict[LogKey, float] = field(default_factory=dict)
+    _whole: set[tuple[LogKey, float]] = field(default_factory=set)  # sizes of whole batches, given as ``batch_size``
 
     def __post_init__(self) -> None:
         named = self.module.named_modules()
@@ -177,9 +177,10 @@ class Log:
             tensor, given = one.values[0], one.options.get("batch_size")
             if tensor is not None:
                 one.dtype = tensor.dtype if tensor.is_floating_point() else _default_dtype()
-            if len(samples) > 1 and given == sum(samples):
-                self._whole[one.key] = given
-            one.constant = given is not None and len(samples) > 1 and given == self._whole.get(one.key)
+            if len(samples) > 1:
+                if given == sum(samples):
+                    self._whole.add((one.key, given))
+                one.constant = (one.key, given) in self._whole
             counts = amounts[micro_batch] if given is None or one.constant else given
             one.values, one.weights = [value], [float(counts)]
             one.is_loss = value == losses.get(micro_batch)
