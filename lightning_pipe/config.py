@@ -39,6 +39,19 @@ def divided(sharding: Sharding) -> str:
     return {**words, "parameters": "sharded parameters"}[sharding]
 
 
+def check_loss_weight(weight: object) -> None:
+    """Refuse what says nothing about a micro-batch's loss.
+
+    Raises:
+        ConfigurationError: neither a function nor ``"sum"`` nor ``None``.
+    """
+    if not (weight is None or weight == "sum" or callable(weight)):
+        raise ConfigurationError(
+            f"loss_weight={weight!r} is not known.",
+            hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
+        )
+
+
 MICRO_BATCHES_PER_RANK = 4
 """GPipe's rule: with four micro-batches per rank the bubble is negligible."""
 

@@ -39,7 +39,8 @@ IN_HOOKS = (
     "In hooks a rank has the values of its own layers alone: read a parameter on the ranks that hold it, with "
     "`if trainer.strategy.pipeline.holds(name)`. Call or generate from a checkpoint, or after fit, when "
     "trainer.strategy.whole_module() gives every rank all of it; the norm of all gradients comes from "
-    "trainer.strategy.grad_norm(), and a limit on it is Trainer(gradient_clip_val=…)."
+    "trainer.strategy.grad_norm(), and a limit on it is Trainer(gradient_clip_val=…). In a loop of your own ask the "
+    "Pipeline on all ranks: evaluate(), state_dict(), clip_grad_norm_()."
 )
 _IN_STEPS = (
     "Let the layer use it, or return it, in its forward; or register it in the LightningModule, outside the layers: "
@@ -138,7 +139,7 @@ class AbsentTensor(Tensor):
             f"a tensor {tuple(self.shape)} {self.dtype} cannot be pickled or saved",
             hint="Use trainer.save_checkpoint(), on all ranks; what is added to a checkpoint is gathered where it is a "
             "dictionary with the names of parameters. After fit, trainer.strategy.whole_module() gives every rank the "
-            "whole module.",
+            "whole module, as pipeline.state_dict() does in a loop of your own.",
         )
 
     @classmethod
@@ -180,7 +181,14 @@ def exchange(tensor: Tensor, new: Tensor) -> None:
     attributes = {name: value for name, value in attributes_of(tensor) if name != "origin"}
     if weakref.getweakrefs(tensor):
         gc.collect()  # those of runs that are over: torch swaps no tensor that has any (2.14)
-    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    try:
+        torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # torch has counted what refers to it in C++
+        name = "".join(f"'{name}' " for name in getattr(new, "origin", Origin()).names)
+        raise CutError(
+            f"{name}{tuple(tensor.shape)} cannot be left to other ranks: something that was computed from it is alive.",
+            hint="Let go of it before the run (`del output`), or compute it under torch.no_grad().",
+        ) from error
     tensor.__dict__.update(attributes)
 
 

@@ -36,7 +36,7 @@ from lightning_pipe.batches.loss_checks import LossChecks
 from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
 from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.batches.split_batch import SplitBatch
-from lightning_pipe.config import Auto, RankOrder
+from lightning_pipe.config import Auto, RankOrder, check_loss_weight
 from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline as Engine
 from lightning_pipe.engine.refusals import check_module
@@ -118,6 +118,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         compare_losses: bool = True,
     ) -> None:
+        check_loss_weight(loss_weight)
         family = schedules.get(schedule)
         if isinstance(micro_batches, int):
             family = family.for_batches_of(micro_batches)

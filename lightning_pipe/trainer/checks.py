@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
-from lightning_pipe.config import Sharding
+from lightning_pipe.config import Sharding, check_loss_weight
 from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
@@ -86,11 +86,7 @@ def check_options(
             f"evaluation_micro_batches={evaluation_micro_batches}: a batch has at least one.",
             hint="Use 1, which runs batches whole, or a number of parts that fit.",
         )
-    if isinstance(weight, str) and weight != "sum":
-        raise ConfigurationError(
-            f"loss_weight={weight!r} is not known.",
-            hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
-        )
+    check_loss_weight(weight)
 
 
 def check_sharding(shard_optimizer: Sharding, tensor_parallel_size: int, parallelize: object) -> None:

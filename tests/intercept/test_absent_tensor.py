@@ -113,7 +113,10 @@ def test_values_are_never_numbers(linear: nn.Linear) -> None:
 def test_cannot_be_saved(linear: nn.Linear) -> None:
     assert isinstance(copy.copy(linear.weight), AbsentTensor)
     for unsaved in (linear.state_dict(), linear):
-        with pytest.raises(CutError, match=r"\(4, 3\) torch.float32 cannot be pickled or saved: another rank"):
+        with pytest.raises(
+            CutError,
+            match=r"\(4, 3\) torch.float32 cannot be pickled or saved: another rank(.|\n)* pipeline.state_dict",
+        ):
             torch.save(unsaved, io.BytesIO())
 
 

@@ -212,3 +212,16 @@ def test_a_division_that_needs_what_is_gone_raises() -> None:
     ownership, _ = divided(0, net, layer_ranks=(1, 0))
     with pytest.raises(PartitionError, match=r"is to compute with 'layers\.1\.weight', and has no value of it"):
         ownership.release_layers()
+
+
+def test_what_a_held_graph_refers_to_cannot_be_left_to_others() -> None:
+    ownership, net = divided(0)
+    output = net.layers[1](net.embed(torch.ones(1, 2)))
+    with pytest.raises(CutError, match=r"'layers\.1\.weight' \(2, 2\) cannot be left to other ranks.*\n.*del output"):
+        ownership.release_layers()
+    del output
+    with torch.no_grad():
+        output = net.layers[1](net.embed(torch.ones(1, 2)))
+    ownership.release_layers()
+    assert is_absent(net.layers[1].weight)
+    assert output.shape == (1, 2)

@@ -287,6 +287,7 @@ def test_input_that_cannot_work_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
     refused(lambda: Pipeline(model, "pipedream", layers="blocks", stages=2), "leaves batches under way")
     refused(lambda: Pipeline(nn.Linear(2, 2), stages=2), "layer")
     refused(lambda: Pipeline(model, layers="blocks", balance="time"), "has not been measured")
+    refused(lambda: Pipeline(model, loss_weight="tokens"), "loss_weight='tokens' is not known")  # type: ignore[arg-type]
     words = nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True), nn.Linear(2, 2))
     refused(lambda: Pipeline(words, stages=2), "'0' has scale_grad_by_freq")
     pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=2)
