@@ -94,11 +94,9 @@ class PlanOptions:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.ranks, self.batch, self.tensor_parallel_size) < 1:
-            raise ConfigurationError(
-                f"A plan needs at least one rank, sample and tensor rank, not ranks={self.ranks}, batch={self.batch}, "
-                f"tensor_parallel_size={self.tensor_parallel_size}."
-            )
+        for name in ("ranks", "batch", "accumulation", "replicas", "nodes", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"A plan needs {name} of 1 or more, not {name}={getattr(self, name)}.")
         if self.passes < 1 or (self.passes > 1 and self.profile is not None):
             raise ConfigurationError(
                 f"passes={self.passes} cannot be planned" + (" with a profile." if self.profile else "."),

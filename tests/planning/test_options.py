@@ -43,10 +43,11 @@ def test_a_profile_may_be_named_by_its_file(tmp_path: Path) -> None:
     assert str(by_file) == str(plan(net, ranks=2, batch=16, profile=profile))
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(0, 8), (2, 0)])
-def test_there_is_a_rank_and_a_sample(ranks: int, batch: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"ranks={ranks}, batch={batch}"):
-        PlanOptions(ranks, batch)
+@pytest.mark.parametrize("none", [{"ranks": 0}, {"batch": 0}, {"accumulation": 0}, {"replicas": -1}, {"nodes": 0}])
+def test_there_is_one_of_everything(none: dict[str, int]) -> None:
+    ((name, number),) = none.items()
+    with pytest.raises(ConfigurationError, match=f"needs {name} of 1 or more, not {name}={number}"):
+        PlanOptions(**{"ranks": 2, "batch": 8, **none})
 
 
 def test_processes_are_divided_over_nodes() -> None:
