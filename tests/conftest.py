@@ -38,6 +38,9 @@ def cache() -> Iterator[None]:
         os.environ["LIGHTNING_PIPE_CACHE"] = folder
         processes = sys.modules.get("tests.support.processes")
         if processes is not None and sys.platform == "linux":
+            from tests.support.warm_up import remember_plugins
+
+            remember_plugins()
             processes.serve_copies()
         yield
 

@@ -248,7 +248,12 @@ def _serve(listener: int, alive: int) -> NoReturn:
         if number not in (0, 1, 2, listener, alive, nothing):
             os.dup2(nothing, number, inheritable=False)
     try:
+        from tests.support.warm_up import warm_up
+
+        warm_up()
         server.main(listener, alive, PRELOAD)
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(0)
 

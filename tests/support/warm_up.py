@@ -1,0 +1,51 @@
+"""What libraries find out once in each process, found out before the processes of tests are copies of this one."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import logging
+import warnings
+from contextlib import redirect_stdout
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import registry
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe import PipeStrategy
+from tests.support.oracle import SILENT
+
+
+class _Small(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layers(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def remember_plugins() -> None:
+    """Look once for what is installed and has callbacks for Trainers: each Trainer reads it from a hundred files."""
+    registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[assignment]
+
+
+def warm_up() -> None:
+    """Train for one batch: a process's first run computes a third longer than its second."""
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        logging.disable()
+        strategy = PipeStrategy(stages=2, micro_batches=2)
+        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **SILENT)
+        trainer.fit(_Small(), DataLoader(torch.ones(4, 2), batch_size=4))
+    logging.disable(logging.NOTSET)
+    gc.collect()
+    gc.freeze()
