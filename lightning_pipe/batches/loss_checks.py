@@ -22,7 +22,7 @@ from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.torch_internals import is_compiled
 from lightning_pipe.warn_once import WarnOnce
 
-_CHECKED = frozenset((0, 3, 7, 15, 31))
+_CHECKED = frozenset((0, 1, 3, 7, 15, 31))
 """The batches that are checked: in the first ones there may be one class alone, or no padding."""
 _LEAST = 1e-6
 """Losses differ that are further apart than this, and than `TIMES` what a micro-batch twice is from itself."""

@@ -23,7 +23,7 @@ from tests.support.trainer_runs import QUIET, quiet
 
 SLOWER = 0.97
 UNTIMED, STEPS = 16, 31
-"""Steps before the clock starts, and all steps. Batches 0, 3, 7, 15 and 31 are looked at, later ones are not."""
+"""Steps before the clock starts, and all steps. Batches 0, 1, 3, 7, 15 and 31 are looked at, later ones are not."""
 
 
 class Model(L.LightningModule):
