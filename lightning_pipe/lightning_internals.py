@@ -14,13 +14,11 @@ _OWN = "replaced for the time of a run: there is no hook"
 _ARGUMENTS = "the arguments that the loop will pass to a step, which runs ahead of it"
 _AHEAD = f"fetches the batches of an evaluation, whose steps run ahead of the loop; {_OWN}"
 _COPY = "a copy of the module that is made before its layers are divided is refused"
-_NOT_USERS = "an attribute of Lightning's, not one that the user's step may have changed"
 
 NAMES = {
     "lightning.fabric.utilities.cloud_io": {"_is_local_file_protocol": "whether a path is one of this machine"},
     "lightning.fabric.utilities.distributed": {
         "_all_gather_ddp_if_available": "gathers over the replicas, as Lightning's strategies do",
-        "_get_default_process_group_backend_for_device": "the backend that Lightning would take",
         "_init_dist_connection": "connects the processes, as Lightning's strategies do",
         "_set_num_threads_if_needed": "as in the launcher's method that is overridden",
         "_sync_ddp_if_available": "reduces over the replicas, as Lightning's strategies do",
@@ -44,22 +42,9 @@ NAMES = {
         "_current_fx_name": "which hook runs: decides what self.log may do",
         "_example_input_array": "hidden in a run: summaries and loggers would run the whole module on one rank",
         "_trainer": "the Trainer, without the error if there is none",
-        **dict.fromkeys(
-            [
-                "_fabric",
-                "_metric_attributes",
-                "_compiler_ctx",
-                "_fabric_optimizers",
-                "_param_requires_grad_state",
-                "_device_mesh",
-                "_device",
-                "_dtype",
-                "_jit_is_scripting",
-            ],
-            _NOT_USERS,
-        ),
+        "_metric_attributes": "set by self.log: no attribute that the user's step has changed",
+        "_device_mesh": "set as ModelParallelStrategy does, for modules that divide themselves",
     },
-    "lightning.pytorch.core.mixins.hparams_mixin.HyperparametersMixin": {"_hparams_initial": _NOT_USERS},
     "lightning.pytorch.core.optimizer.LightningOptimizer": {"_optimizer": "the optimizer that it wraps"},
     "lightning.pytorch.trainer.trainer.Trainer": {
         "_checkpoint_connector": "see dump_checkpoint, around which what is in flight is drained",
@@ -122,7 +107,6 @@ check(VERSIONS, NAMES)
 # ruff: noqa: E402  what is missing is named above, all of it
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local_path
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_over
-from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_threads
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over

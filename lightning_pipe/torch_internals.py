@@ -23,13 +23,9 @@ NAMES = {
         "TorchDispatchMode": "sees every operation: of a module built without memory, and to count them",
         "_disable_current_modes": "what was recorded is carried out unseen",
     },
-    "torch.utils.flop_counter": {
-        "flop_registry": "operations by kind; FlopCounterMode leaves hooks on parameters that modules are given (2.13)",
-    },
     "torch.Tensor": {
         "_version": "how often autograd saw a tensor change in place",
         "_base": "what a tensor is a view of",
-        "_is_view": "whether it is one",
         "_use_count": "whether graphs hold it",
         "_is_zerotensor": "such a one has no memory to send",
         "_make_subclass": "a tensor of a class of ours around one of torch's",
@@ -39,10 +35,8 @@ NAMES = {
     },
     "torch.nn.Parameter": {"_is_param": "it sets it on a parameter of a class of ours: no user's attribute"},
     "torch.UntypedStorage": {"_cdata": "the same for tensors that share memory, also on meta"},
-    "torch": {"_foreach_mul_": "all gradients times the factor of a loss in one kernel", "_C": "the functions below"},
+    "torch": {"_foreach_mul_": "all gradients times the factor of a loss in one kernel"},
     "torch._C": {
-        "_autograd": "see _get_sequence_nr",
-        "_functorch": "see is_functorch_wrapped_tensor",
         "DisableTorchFunction": "our own bookkeeping is not part of the user's step",
         "DisableTorchFunctionSubclass": "absent parameters compute with torch itself",
         "_are_functorch_transforms_active": "nothing goes over a cut inside torch.func",
@@ -145,9 +139,14 @@ from torch._C import (
     DisableTorchFunctionSubclass,
     _are_functorch_transforms_active,
     _current_graph_task_id,
+    _disabled_torch_function_impl,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
     _storage_Use_Count,
 )
+from torch._C._autograd import _get_sequence_nr, _unsafe_set_version_counter
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributed._composable_state import _module_state_mapping as composable_states
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -156,21 +155,20 @@ from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
-graph_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
+graph_nodes: Callable[[], int] = _get_sequence_nr
 """How many nodes autograd has made on this thread: what a layer makes has numbers between those before and after."""
 
-set_version_counter: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
+set_version_counter: Callable[..., None] = _unsafe_set_version_counter
 """``set_version_counter(tensors, numbers)``: how often autograd has seen each change in place."""
 
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-is_functorch_tensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+disabled_torch_function: Any = _disabled_torch_function_impl
+is_functorch_tensor: Callable[[torch.Tensor], bool] = is_functorch_wrapped_tensor
 functorch_active: Callable[[], bool] = _are_functorch_transforms_active
 storage_uses: Callable[[int], int] = _storage_Use_Count
 uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
-push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = _pop_torch_function_stack
+push_function_mode: Callable[[Any], None] = _push_on_torch_function_stack
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
 run_backward: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 

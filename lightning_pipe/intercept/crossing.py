@@ -135,7 +135,7 @@ def entry_of(number: int, tensor: Tensor, shared: bool) -> LiveTensor:
     """The entry of a tensor in the path of the cut; see `LiveTensor`."""
     spec = TensorSpec.of(tensor)
     # A view made under no_grad says that it requires a gradient and has none to give (torch 2.13).
-    detached = tensor._is_view() and tensor.grad_fn is None
+    detached = tensor._base is not None and tensor.grad_fn is None
     return LiveTensor(number, spec, tensor.requires_grad and not detached, shared or spec.overlaps)
 
 

@@ -27,24 +27,7 @@ from lightning_pipe.torch_internals import DisableTorchFunction
 # A snapshot that lives as long as a batch must not keep weak references to parameters: those could not be swapped then.
 _MODULE_INTERNALS = (frozenset(vars(nn.Module())) - {"_buffers"}) | {"_flat_weight_refs"}
 # What the Trainer sets in a LightningModule by itself, around hooks too: none of it is a change by the step.
-_LIGHTNING_INTERNALS = frozenset(
-    [
-        "_trainer",
-        "_fabric",
-        "_current_fx_name",
-        "_metric_attributes",
-        "_compiler_ctx",
-        "_fabric_optimizers",
-        "_example_input_array",
-        "_param_requires_grad_state",
-        "_hparams_initial",
-        "_device_mesh",
-        "_device",
-        "_dtype",
-        "_jit_is_scripting",
-    ]
-)
-_SKIPPED = _MODULE_INTERNALS | _LIGHTNING_INTERNALS
+_SKIPPED = _MODULE_INTERNALS | {"_trainer", "_current_fx_name", "_metric_attributes"}
 _CLONED = 1 << 16
 """Tensors of up to this many elements are cloned, so that a change in place can be undone."""
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import flop_registry  # FlopCounterMode leaves hooks on parameters (torch 2.13)
 
 from lightning_pipe.partition.cache import cache_path, write_atomically
-from lightning_pipe.torch_internals import TorchDispatchMode, flop_registry, tree_leaves
+from lightning_pipe.torch_internals import TorchDispatchMode, tree_leaves
 
 Layers = list[tuple[str, nn.Module]]
 """Modules with their dotted names."""

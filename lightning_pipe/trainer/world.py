@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp
 from lightning_pipe.config import RankOrder, RunLayout
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
-from lightning_pipe.lightning_internals import all_gather_over, default_backend, reduce_over
+from lightning_pipe.lightning_internals import all_gather_over, reduce_over
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.connect import connect, listen_on_loopback
 from lightning_pipe.trainer.launcher import ScriptLauncher
@@ -145,7 +145,7 @@ class World:
         if layout.world_size == 1:
             self._transport = open_transport(topology, device, timeout)
             return
-        backend = backend or default_backend(device)
+        backend = backend or dist.get_default_backend_for_device(device)
         if hosts == 1:
             listen_on_loopback()
         with _connecting(timeout):
