@@ -103,6 +103,8 @@ class NotRandom(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__":  # half of all calls ask a tensor for its type, shape or the like
+            return func(*args)
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 self.autocast = torch.get_autocast_dtype(kind)
