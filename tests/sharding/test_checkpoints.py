@@ -22,6 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "parameters": {"data_parallel_size": 2, "shard_optimizer": "parameters", "save_distributed_checkpoint": True},
 }
 OTHER = {"tensor": "parameters", "parameters": "tensor"}
+COMMON = {"micro_batches": 2, "compare_losses": False}
 
 
 def fit(strategy: Any, devices: int, epochs: int, ckpt_path: Path | None = None, save: Path | None = None) -> Any:
@@ -77,7 +78,7 @@ def fit_and_test_anew(folder: Path, ranks: int) -> tuple[str, float]:
     entry, path = MODELS["divides_itself"], folder / "divided.ckpt"
     module = entry.build()
     sizes: dict[str, Any] = {"pipeline_parallel_size": ranks, "tensor_parallel_size": 2}
-    strategy = PipeStrategy(micro_batches=2, **sizes, save_distributed_checkpoint=True)
+    strategy = PipeStrategy(**COMMON, **sizes, save_distributed_checkpoint=True)
     options: Any = {"accelerator": "cpu", "devices": 2 * ranks, "use_distributed_sampler": False, **QUIET}
     trainer = L.Trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **options)
     trainer.fit(module, oracle.loader(entry.batches(1)))
@@ -96,10 +97,10 @@ def go_on(process: int, folder: str, ranks: int) -> dict[str, Any]:
 
     place, found = Path(folder), {}
     for name, options in LAYOUTS.items():
-        strategy = PipeStrategy(pipeline_parallel_size=ranks, stages=2, micro_batches=2, **options)
+        strategy = PipeStrategy(pipeline_parallel_size=ranks, stages=2, **COMMON, **options)
         found[f"{name} 1"] = fit(strategy, 2 * ranks, 1, save=place / f"{name}.ckpt")
     for name, options in LAYOUTS.items():
-        strategy = PipeStrategy(pipeline_parallel_size=ranks, stages=2, micro_batches=2, **options)
+        strategy = PipeStrategy(pipeline_parallel_size=ranks, stages=2, **COMMON, **options)
         found[f"{name} 2"] = fit(strategy, 2 * ranks, 2, ckpt_path=place / f"{OTHER[name]}.ckpt")
     lightning = fit_divided(process, place / "on.ckpt", ckpt_path=place / "parameters.ckpt", tensor=ranks)
     found["lightning 2"] = lightning, None

@@ -82,7 +82,7 @@ def test_compiled_layers() -> None:
     module.trainer = SimpleNamespace(callbacks=[])
     pipeline: Any = SimpleNamespace(family=schedules.get("1f1b"), synchronous=True)
     check(module, pipeline)
-    module[0].compile()
+    module[0].compile(backend="eager")
     with pytest.raises(ConfigurationError, match="compiled"):
         check(module, pipeline)
 
@@ -133,13 +133,14 @@ REFUSED = {
     "computed": "The plan of tensor parallelism fails for 'layers.1'",
 }
 TRAINED = ("left out", "guessed")
+COMMON = {"micro_batches": 2, "compare_losses": False}
 BEHIND = "A run of these processes with divided parameters has failed"
 
 
 def fit_unusual(process: int, refused: str) -> dict[str, Any]:
     """What an error says, or the weights, of each kind; then of a run behind an error."""
     quiet()
-    options: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "micro_batches": 2}
+    options: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, **COMMON}
     found: dict[str, Any] = {}
     for kind in (*TRAINED, refused, "behind"):
         strategy = PipeStrategy(**options, parallelize=divide_down if kind == "left out" else divide_pair)
@@ -322,7 +323,7 @@ class Fails(L.LightningModule):
 
 def failing(process: int) -> tuple[str, bool]:
     quiet()
-    options = {"pipeline_parallel_size": 1, "data_parallel_size": 2, "micro_batches": 2}
+    options: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2, **COMMON}
     strategy, module = PipeStrategy(layers="layers", shard_optimizer="parameters", **options), Fails()
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
     with pytest.raises(ValueError, match="own") as error:

@@ -64,7 +64,7 @@ class Wide(nn.Module):
 class Recorded(Module):
     """Embeddings and a head that are tied."""
 
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(WIDTH, WIDTH)
         self.layers = nn.ModuleList([Wide() for _ in range(depth)])
@@ -119,7 +119,7 @@ class PretrainedLater(Pretrained):
             super().build()
 
 
-def save_llama(folder: Path, depth: int = 4) -> None:
+def save_llama(folder: Path, depth: int = 2) -> None:
     """Write a Llama whose weights are large enough to be read late."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -136,9 +136,10 @@ def batches(number: int = 2) -> list[Tensor]:
 
 def make(way: str, folder: str, trainer: L.Trainer) -> Module:
     """A module, in the way that users build it."""
-    kinds = {"recorded": Recorded, "untied": Untied, "pretrained": lambda: Pretrained(folder)}
+    kinds = {"recorded": Recorded, "untied": Untied, "divides_itself": DividesItself}
     with nullcontext() if way == "configure_model" else trainer.init_module():
-        module: Module = kinds.get(way, lambda: PretrainedLater(folder))()
+        files = Pretrained if way == "pretrained" else PretrainedLater
+        module: Module = kinds[way]() if way in kinds else files(folder)
     return module
 
 
@@ -200,6 +201,39 @@ def test_values_and_training_are_those_of_one_device(way: str, layout: str, tmp_
         oracle.assert_equal(trace, truth)
 
 
+def go_on(process: int, folder: str, way: str, layout: str) -> Trace:
+    """What a run leaves that goes on from the folder of one."""
+    from lightning_pipe import PipeStrategy
+
+    sizes, _ = LAYOUTS[layout]
+    own = {"parallelize": divide_wide} if "tensor_parallel_size" in sizes else {}
+    for epochs, path in ((1, None), (2, f"{folder}/first")):
+        strategy = PipeStrategy("1f1b", 2, 2, **sizes, **own, save_distributed_checkpoint=True, compare_losses=False)
+        trainer, module = fit_once(way, epochs, path, devices=4, strategy=strategy)
+        if path is None:
+            trainer.save_checkpoint(f"{folder}/first")
+    return Trace(weights=oracle.state_of(module))
+
+
+def fit_once(way: str, epochs: int, path: str | None = None, **options: Any) -> tuple[L.Trainer, Module]:
+    """Train with a batch an epoch, on from a checkpoint or with the same numbers: of buffers that it lacks, too."""
+    quiet()
+    options = {"accelerator": "cpu", "devices": 1, "use_distributed_sampler": False, **options, **QUIET}
+    trainer = L.Trainer(max_epochs=epochs, precision="64-true", **options)
+    torch.manual_seed(SEED)
+    module = make(way, "", trainer)
+    trainer.fit(module, oracle.loader(batches(1)), ckpt_path=path, weights_only=False)
+    return trainer, module
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("way", "layout"), slow_but([("untied", "2x2x1"), ("recorded", "2x1x2")], ("untied", "2x2x1")))
+def test_runs_that_go_on(way: str, layout: str, tmp_path: Path) -> None:
+    truth = Trace(weights=oracle.state_of(fit_once(way, 2)[1]))
+    for trace in run_trainers(go_on, 4, folder=str(tmp_path), way=way, layout=layout, timeout=100):
+        oracle.assert_equal(trace, truth)
+
+
 class DividesItself(Recorded):
     """Divides its layers in ``configure_model``; they were recorded before."""
 
@@ -209,49 +243,23 @@ class DividesItself(Recorded):
                 divide_wide(layer, self.device_mesh["tensor_parallel"])
 
 
-def go_on(process: int, folder: str, way: str, layout: str) -> tuple[list[float], Trace]:
-    """The losses of a module that divides itself, and what a run leaves that goes on from the folder of one."""
+def fit_dividing_itself(process: int, ranks: int) -> list[float]:
+    """The losses; the module stays in parts."""
     from lightning_pipe import PipeStrategy
 
-    quiet()
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 4, "use_distributed_sampler": False, **QUIET}
-    sizes, _ = LAYOUTS[layout]
-    own = {"parallelize": divide_wide} if "tensor_parallel_size" in sizes else {}
-    for epochs in (1, 2):
-        strategy = PipeStrategy("1f1b", 2, 2, **sizes, **own, save_distributed_checkpoint=True)
-        trainer = L.Trainer(strategy=strategy, max_epochs=epochs, precision="64-true", **options)
-        torch.manual_seed(SEED)  # the buffers that checkpoints lack
-        module = make(way, "", trainer)
-        path = None if epochs == 1 else f"{folder}/first"
-        trainer.fit(module, oracle.loader(batches(1)), ckpt_path=path, weights_only=False)
-        if epochs == 1:
-            trainer.save_checkpoint(f"{folder}/first")
-    found = Trace(weights=oracle.state_of(module))
+    strategy = PipeStrategy("1f1b", 2, ranks, stages=2, tensor_parallel_size=2, compare_losses=False)
     recorder = oracle.Recorder()
-    strategy = PipeStrategy("1f1b", 2, 2, tensor_parallel_size=2)
-    trainer = L.Trainer(strategy=strategy, max_epochs=1, precision="64-true", callbacks=[recorder], **options)
-    torch.manual_seed(SEED)
-    with trainer.init_module():
-        module = DividesItself()
-    trainer.fit(module, oracle.loader(batches(1)))
-    return recorder.trace.losses, found
+    fit_once("divides_itself", 2, devices=2 * ranks, strategy=strategy, callbacks=[recorder])
+    return recorder.trace.losses
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("way", "layout"), slow_but([("untied", "2x2x1"), ("recorded", "2x1x2")], ("untied", "2x2x1")))
-def test_runs_that_go_on_and_modules_that_divide_themselves(way: str, layout: str, tmp_path: Path) -> None:
-    truths = {}
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "precision": "64-true", **QUIET}
-    for each in sorted({"recorded", way}):
-        recorder = oracle.Recorder()
-        trainer = L.Trainer(callbacks=[recorder], **options)
-        torch.manual_seed(SEED)
-        module = make(each, "", trainer)
-        trainer.fit(module, oracle.loader(batches(1)))
-        truths[each] = Trace(losses=recorder.trace.losses[:1], weights=oracle.state_of(module))
-    for losses, trace in run_trainers(go_on, 4, folder=str(tmp_path), way=way, layout=layout, timeout=100):
-        oracle.assert_equal(Trace(losses=losses), truths["recorded"])
-        oracle.assert_equal(trace, truths[way])
+@pytest.mark.parametrize("ranks", slow_but([1, 2], 1))
+def test_modules_that_divide_themselves(ranks: int) -> None:
+    recorder = oracle.Recorder()
+    fit_once("recorded", 2, callbacks=[recorder])
+    for losses in run_trainers(fit_dividing_itself, 2 * ranks, ranks=ranks, timeout=100):
+        oracle.assert_equal(Trace(losses=losses), Trace(losses=recorder.trace.losses))
 
 
 class Viewed(Untied):
@@ -290,7 +298,8 @@ def fit_aliases(process: int, kind: type[Untied]) -> dict[bool, Trace | str]:
     found: dict[bool, Trace | str] = {}
     sizes = MEMORY[kind.__name__]
     for mended in (False, True):
-        strategy = PipeStrategy("1f1b", 2, **sizes, shard_optimizer="parameters" if sizes else False)
+        sharded = "parameters" if sizes else False
+        strategy = PipeStrategy("1f1b", 2, **sizes, shard_optimizer=sharded, compare_losses=False)
         try:
             found[mended] = fit_kind(kind, mended, strategy=strategy, devices=2)
         except PartitionError as error:
@@ -373,7 +382,7 @@ def peak(folder: str) -> tuple[int, int, int]:
     from lightning_pipe import PipeStrategy
 
     quiet()
-    strategy = PipeStrategy("1f1b", 2, 1, data_parallel_size=2, shard_optimizer="parameters")
+    strategy = PipeStrategy("1f1b", 2, 1, data_parallel_size=2, shard_optimizer="parameters", compare_losses=False)
     kept, options = Kept(), {"max_epochs": 1, "use_distributed_sampler": False, "precision": "64-true"}
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[kept], **options, **QUIET)
     with trainer.init_module():

@@ -292,15 +292,20 @@ def fit_all(process: int, names: list[str], point: Sharded) -> list[tuple[Trace,
 
 
 def check(names: Sequence[str], point: Sharded, divided: str, timeout: float = 100.0) -> None:
-    """All processes against one device, for several models in the same processes.
+    """Train several models in the same processes, and `compare`. The limit is in seconds."""
+    found = run_trainers(fit_all, point.devices, names=list(names), point=point, timeout=timeout)
+    compare(found, names, point, divided)
+
+
+def compare(found: Sequence[Any], names: Sequence[str], point: Sharded, divided: str) -> None:
+    """All processes against one device.
 
     Args:
+        found: by process what `fit_all` returned.
         names: of the models.
         point: where.
         divided: the dimensions over which some parameter of each model must have been divided.
-        timeout: seconds.
     """
-    found = run_trainers(fit_all, point.devices, names=list(names), point=point, timeout=timeout)
     wrong: list[str] = []
     for index, name in enumerate(names):
         kinds = {kind for of_process in found for kind in of_process[index][1]}
