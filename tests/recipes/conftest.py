@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from omegaconf import DictConfig
 
 from recipes import config
@@ -38,8 +39,6 @@ def write_text(folder: Path, train: int = 40, validation: int = 10) -> Path:
 
 def write_parquet(folder: Path, train: int = 40, validation: int = 10) -> Path:
     """Writes the parquet files that the hub serves: one row per line, with its line break."""
-    from datasets import Dataset
-
     folder.mkdir(parents=True, exist_ok=True)
     for name, copies in (("train-00000-of-00001", train), ("validation-00000-of-00001", validation)):
         rows = (ARTICLE * copies).splitlines(keepends=True)

@@ -26,11 +26,11 @@ SMALL = [
     "data.block_length=16",
     "data.batch_size=8",
     "model.width=32",
-    "model.layers=4",
+    "model.layers=2",
     "model.heads=2",
     "optim.lr=1e-2",
-    "trainer.limit_train_batches=12",
-    "trainer.limit_val_batches=2",
+    "trainer.limit_train_batches=8",
+    "trainer.limit_val_batches=1",
 ]
 
 
@@ -63,7 +63,7 @@ def test_two_processes_train_and_one_device_goes_on(processes: int, tmp_path: Pa
     """One process starts the second one, which imports for long; on one device the run is resumed."""
     output, further = tmp_path / "out", tmp_path / "further"
     text = [f"data.files={write_text(tmp_path / 'wiki')}", f"paths.data={tmp_path / 'data'}"]
-    arguments = [*SMALL, f"hydra.run.dir={output}", *text]
+    arguments = [*SMALL, "pipe.compare_losses=false", f"hydra.run.dir={output}", *text]
     done = command("recipes.train", ROOT, arguments, timeout=200, processes=processes)
     assert done.value == 0, done.output + done.trace
     first = summary(output)
@@ -81,7 +81,7 @@ def test_two_processes_train_and_one_device_goes_on(processes: int, tmp_path: Pa
     assert "before training" in done.output
     with (output / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows if row["val_loss"]] == ["0", "5", "11"]
+    assert [row["step"] for row in rows if row["val_loss"]] == ["0", "3", "7"]
     log = (output / "train.log").read_text()
     assert f"the files in {tmp_path / 'wiki'}" in log
     assert log.count("Pipeline of GPT2") == done.output.count("Pipeline of GPT2") == 1
