@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 
 from lightning_pipe import PipeStrategy
+from tests.docs import user_code
 from tests.docs.blocks import ROOT
 from tests.docs.user_code import MyDataModule, MyLightningModule
 from tests.support.processes import run_trainers
@@ -41,6 +42,7 @@ def follow(process: int) -> list[tuple[set[str], str]]:
     follows = Follows()
     strategy = PipeStrategy(micro_batches=2)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[follows], max_epochs=1, **QUIET)
+    user_code.SAMPLES = 64  # in this process
     trainer.fit(MyLightningModule(), MyDataModule())
     return follows.called
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-SAMPLES, WIDTH, LAYERS = 64, 8, 12
+SAMPLES, WIDTH, LAYERS = 32, 8, 12
 
 
 class MyLightningModule(L.LightningModule):
