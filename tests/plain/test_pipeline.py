@@ -18,6 +18,8 @@ from lightning_pipe.schedules import Chimera
 from tests.support.processes import in_turn, outcomes, run_world
 
 SECONDS = 60
+UNCOMPARED: dict[str, Any] = {"layers": "blocks", "compare_losses": False}
+"""Of tests that are about something else than losses."""
 pytestmark = pytest.mark.timeout(SECONDS + 15)
 TOLERANCE = 1e-9
 
@@ -119,7 +121,7 @@ def found() -> Found:
 def joint_passes(scaling: Any, dropout: float) -> tuple[list[float], int]:
     """The losses, and how many forward passes were over two micro-batches."""
     model = net(dropout=dropout)
-    pipeline = Pipeline(model, layers="blocks", micro_batches=4, schedule=Chimera(scaling=scaling))
+    pipeline = Pipeline(model, **UNCOMPARED, micro_batches=4, schedule=Chimera(scaling=scaling))
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for batch in batches(3, samples=11):
         losses.append(pipeline.train(lambda part: nn.functional.mse_loss(model(part[0]), part[1]), batch).item())
@@ -309,7 +311,7 @@ def test_input_that_cannot_work_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def different(process: int) -> Any:
     model = net()
-    pipeline = Pipeline(model, layers="blocks", micro_batches=2)
+    pipeline = Pipeline(model, **UNCOMPARED, micro_batches=2)
     for _ in range(2):
         try:
             pipeline.train(model.loss, batches(2)[process])
@@ -326,7 +328,7 @@ def test_different_batches_in_a_pipeline_are_an_error_and_end_it() -> None:
 
 def failing(process: int) -> None:
     model = net()
-    pipeline = Pipeline(model, layers="blocks", micro_batches=2)
+    pipeline = Pipeline(model, **UNCOMPARED, micro_batches=2)
     pipeline.train(model.loss, batches(1)[0])
 
     def step(part: Any) -> Tensor:
@@ -346,7 +348,7 @@ def test_an_error_on_one_rank_ends_the_others() -> None:
 
 def bidirectional(process: int, change: bool) -> float:
     model = net()
-    pipeline = Pipeline(model, "chimera", layers="blocks", micro_batches=2)
+    pipeline = Pipeline(model, "chimera", **UNCOMPARED, micro_batches=2)
 
     def step(part: tuple[Tensor, Tensor]) -> Tensor:
         return model.loss(part) if change else nn.functional.mse_loss(model(part[0]), part[1])
@@ -451,7 +453,7 @@ def test_autocast_in_the_step_is_no_reason_to_doubt_the_loss(recwarn: pytest.War
 def with_dropout(process: int) -> list[float]:
     torch.manual_seed(5)
     model = Net(dropout=0.5)
-    pipeline = Pipeline(model.double(), layers="blocks", stages=2, micro_batches=2)
+    pipeline = Pipeline(model.double(), **UNCOMPARED, stages=2, micro_batches=2)
     return [pipeline.train(model.loss, batch).item() for batch in batches(2)]
 
 
