@@ -250,7 +250,7 @@ def test_layers_that_are_not_clear_are_planned_in_the_order_of_registration(
         (["my_models:Net"], "missing 1 required positional argument: 'layers' Hint: Give the values it needs"),
         (["my_models:number"], "made a int, not a module"),
         (["my_models:huge", "--ranks", "7"], "does not hold 7 layers with parameters"),
-        (["my_models:huge", "--ranks", "0"], "at least one rank"),
+        (["my_models:huge", "--ranks", "0"], "ranks of 1 or more, not ranks=0"),
         (["my_models:huge", "--schedule", "1fb1"], "Did you mean '1f1b'?"),
         (["my_models:huge", "--balance", "4,x"], "--balance cannot be '4,x'"),
     ],
