@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pipe.errors import ScheduleError
@@ -81,9 +81,10 @@ def test_steady_part_of_a_measured_timeline_bears_noise() -> None:
     assert Timeline.of(noisy, unit="s").steady_bubble_ratio == pytest.approx(0, abs=0.02)
 
 
+@settings(max_examples=30)
 @given(
-    ranks=st.integers(1, 5),
-    micro_batches=st.integers(1, 8),
+    ranks=st.integers(1, 4),
+    micro_batches=st.integers(1, 6),
     forward=st.fractions(Fraction(1, 10), 5),
     backward=st.fractions(Fraction(1, 10), 5),
     send=st.fractions(0, 2),

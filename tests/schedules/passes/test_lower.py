@@ -131,7 +131,7 @@ def test_1f1b_lowered() -> None:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     ranks=st.integers(1, 5),
