@@ -60,7 +60,7 @@ def train(process: int, folder: Path, name: str, strategy: str, devices: int) ->
     if strategy == "other":
         base = SECOND if name == "lightning" else "lightning_pipe"
         chosen = import_module(f"{base}.trainer.strategy").PipeStrategy(micro_batches=2)
-    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(2)).double()
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(2)).double()
     loader = DataLoader(TensorDataset(rows), batch_size=4)
 
     def trainer(**options: Any) -> Any:
