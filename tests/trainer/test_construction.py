@@ -126,7 +126,7 @@ def fit(process: int, devices: int | None, way: str) -> dict[str, Any]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices or 1,
-        strategy=PipeStrategy(micro_batches=2, layers="layers") if devices else "auto",
+        strategy=PipeStrategy(micro_batches=2, layers="layers", compare_losses=False) if devices else "auto",
         max_epochs=1,
         callbacks=[watch, *averaging],
         **QUIET,

@@ -138,7 +138,7 @@ def requeued_in_each_fit(process: int, folder: Path) -> list[bool]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=PipeStrategy(micro_batches=2, layers="model"),
+        strategy=PipeStrategy(micro_batches=2, layers="model", compare_losses=False),
         max_epochs=1,
         callbacks=[AskedToRequeue()],
         default_root_dir=folder,
@@ -157,7 +157,7 @@ def requeued_in_each_fit(process: int, folder: Path) -> list[bool]:
 
 RUNS: dict[str, dict[str, Any]] = {
     "ends": {"fails": False},
-    "fails": {"fails": True},
+    "fails": {"fails": True, "compare_losses": False},
     "asynchronous": {"fails": False, "schedule": "pipedream", "micro_batches": "auto"},
 }
 

@@ -51,7 +51,7 @@ class Signalled(L.Callback):
 def trainer_with(callback: L.Callback, folder: Path | None = None) -> L.Trainer:
     quiet()
     torch.manual_seed(0)
-    strategy = PipeStrategy(micro_batches=2, layers="model")
+    strategy = PipeStrategy(micro_batches=2, layers="model", compare_losses=False)
     return L.Trainer(
         accelerator="cpu",
         devices=2,

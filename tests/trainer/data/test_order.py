@@ -78,7 +78,7 @@ def train(
         ModelCheckpoint(folder, "within-{step}", every_n_train_steps=3, save_top_k=-1),
         ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True),
     ]
-    strategy: Any = PipeStrategy(layers="layers", micro_batches=2) if devices else "auto"
+    strategy: Any = PipeStrategy(layers="layers", micro_batches=2, compare_losses=False) if devices else "auto"
     options = {**QUIET, "enable_checkpointing": True, "max_epochs": EPOCHS, "val_check_interval": 0.5}
     trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, callbacks=saving, **options)
     trainer.fit(model, ckpt_path=None if resumed is None else f"{folder}/{resumed}.ckpt")
