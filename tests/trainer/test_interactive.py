@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import code
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from tests.support.pairs import slow_but
-from tests.trainer.test_launcher import clean_environment
+from tests.support.processes import outcomes
+from tests.trainer.test_launcher import VARIABLES, clean_environment
 
 SESSION = """
 import lightning_pipe, sys, torch
@@ -47,26 +51,50 @@ PACKAGES = {
     "lightning": {"strategies": "lightning.pytorch.strategies", "other": "pytorch_lightning"},
     "pytorch_lightning": {"strategies": "pytorch_lightning.strategies", "other": "lightning.pytorch"},
 }
+PURGED = ("lightning_pipe", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
-@pytest.mark.parametrize("package", slow_but(PACKAGES, "pytorch_lightning"))
-def test_an_interactive_session_may_use_one_process_alone(package: str) -> None:
+def type_into(process: int, session: str) -> None:
+    """In a copy of this process, which forgets this package and Lightning, but not torch: its import takes long."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in PURGED:
+            del sys.modules[name]
+    sys.meta_path[:] = [each for each in sys.meta_path if type(each).__module__.partition(".")[0] not in PURGED]
+    for name in (*VARIABLES, "RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    sys.ps1 = ">>> "
+    console = code.InteractiveConsole()
+    for line in session.splitlines():
+        console.push(line)
+
+
+def in_a_copy(session: str) -> str:
+    """What a console in a copy of this process prints."""
+    (ended,) = outcomes(type_into, 1, group_timeout=None, session=session)
+    assert ended.error is None, ended.trace
+    return ended.output
+
+
+def in_python(session: str) -> str:
+    """What ``python -i`` prints."""
+    command = [sys.executable, "-i", "-c", "pass"]
+    options = {"env": clean_environment(), "text": True, "timeout": 100, "check": False}
+    return subprocess.run(command, input=session, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options).stdout
+
+
+CASES = [(package, run) for run in (in_a_copy, in_python) for package in PACKAGES]
+
+
+@pytest.mark.parametrize(("package", "run"), slow_but(CASES, ("pytorch_lightning", in_a_copy)))
+def test_an_interactive_session_may_use_one_process_alone(package: str, run: Callable[[str], str]) -> None:
     """The first Trainer is refused by Lightning; the remedy for one process works.
 
     The session imports this package before Lightning, trains without it, and finds "pipe" all the same. It has one of
     the two packages: neither imports the other.
     """
     pytest.importorskip(package, reason="`make` sets up an environment with it")
-    ended = subprocess.run(
-        [sys.executable, "-i", "-c", "pass"],
-        input=SESSION.format(package=package, **PACKAGES[package]),
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert "AssertionError" not in ended.stderr, ended.stderr
-    assert "trained without Lightning" in ended.stdout, ended.stderr
-    assert "is not compatible with an interactive environment. Run your code as a script" in ended.stderr, ended.stderr
-    assert "trained on 2 stages" in ended.stdout, ended.stderr
+    printed = run(SESSION.format(package=package, **PACKAGES[package]))
+    assert "AssertionError" not in printed, printed
+    assert "trained without Lightning" in printed, printed
+    assert "is not compatible with an interactive environment. Run your code as a script" in printed, printed
+    assert "trained on 2 stages" in printed, printed
