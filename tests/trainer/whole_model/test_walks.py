@@ -112,7 +112,7 @@ def fit(kind: type[Walks], devices: int | None, folder: Path, **strategy: Any) -
         callbacks=[Saves(folder / f"{kind.__name__}-{devices}.ckpt")],
         **QUIET,
     )
-    trainer.fit(module, Data().train_dataloader())
+    trainer.fit(module, Data(16).train_dataloader())
     checkpoint = torch.load(folder / f"{kind.__name__}-{devices}.ckpt", weights_only=False)
     return {"state": oracle.state_of(module), "saved": checkpoint["state_dict"], "averages": checkpoint.get("averages")}
 
@@ -124,7 +124,7 @@ class Saves(L.Callback):
         self.path = path
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1 and batch_idx == 3:
+        if trainer.current_epoch == 1 and batch_idx == 1:
             trainer.save_checkpoint(self.path)
 
 
