@@ -207,7 +207,7 @@ class Ordered(Data):
         return DataLoader(TensorDataset(x.to(self.dtype), y), batch_size=8)
 
 
-STAGES = {"micro_batches": 2, "balance": [2, 3], "data_parallel_size": 2}
+STAGES = {"micro_batches": 2, "balance": [2, 3], "data_parallel_size": 2, "compare_losses": False}
 DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "1f1b": (STAGES, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "chimera": ({**STAGES, "schedule": "chimera"}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
