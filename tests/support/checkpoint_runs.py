@@ -22,7 +22,7 @@ class Ordered(Data):
     """The same batches in every epoch, so that a break changes nothing."""
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(dataset(24), batch_size=8)
+        return DataLoader(dataset(16), batch_size=8)
 
 
 def run(
