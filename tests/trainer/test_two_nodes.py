@@ -25,7 +25,7 @@ from tests.support.nodes import node_outcomes, run_nodes
 from tests.support.processes import WorldTimeoutError
 from tests.support.trainer_runs import QUIET, quiet
 
-BATCHES = 4
+BATCHES = 2
 
 
 class Ordered(Lit):
@@ -147,7 +147,7 @@ class DiesOnce(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if first and trainer.global_rank == 1 and trainer.global_step == BATCHES + 2:
+        if first and trainer.global_rank == 1 and trainer.global_step == BATCHES + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -185,14 +185,15 @@ class Ends(L.Callback):
         self.node, self.number = node, number
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.node_rank == self.node and trainer.global_step == BATCHES + 2:
+        if trainer.node_rank == self.node and trainer.global_step == BATCHES + 1:
             os.killpg(os.getpgrp(), self.number)
 
 
 def fit_until(node: int, number: int) -> None:
     from lightning_pipe import PipeStrategy
 
-    trained(PipeStrategy(micro_batches=2, timeout=timedelta(seconds=8)), 1, 2, None, Ends(node, number))
+    strategy = PipeStrategy(micro_batches=2, compare_losses=False, timeout=timedelta(seconds=8))
+    trained(strategy, 1, 2, None, Ends(node, number))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ class Pulls(L.Callback):
     """One node loses its network in the second epoch."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.node_rank == 1 and trainer.global_step == BATCHES + 2:
+        if trainer.node_rank == 1 and trainer.global_step == BATCHES + 1:
             hosts.pull()
 
 
