@@ -29,14 +29,14 @@ TO_HOST = "lightning_pipe/batches/outputs.py to_host: copy to the host"
 NORM = "lightning_pipe/engine/whole_gradients.py gradient_norm: read a value"
 
 
-def steady(micro_batches: int = 4, **trainer: Any) -> list[Batch]:
+def steady(micro_batches: int = 2, **trainer: Any) -> list[Batch]:
     """The first process has the loss."""
     strategy = {"process_group_backend": "nccl", "schedule": "1f1b", "micro_batches": micro_batches}
     return rehearse(steady_world, strategy, trainer, timeout=100)
 
 
 def test_waits_and_messages_do_not_grow_with_micro_batches_or_logged_values() -> None:
-    few, many = steady(4), steady(8)
+    few, many = steady(), steady(4)
     for small, large in zip(few, many, strict=True):
         assert small.messages == large.messages
         # the batch, a word forward and one backward, the report
@@ -50,7 +50,7 @@ def test_waits_and_messages_do_not_grow_with_micro_batches_or_logged_values() ->
 
 def test_one_rank_waits_for_what_is_logged_alone() -> None:
     """Nobody else gets its losses, so they stay on the device."""
-    strategy = {"schedule": "gpipe", "micro_batches": 4}
+    strategy = {"schedule": "gpipe", "micro_batches": 2}
     (found,) = rehearse(steady_world, strategy, {}, ranks=1, timeout=100)
     assert found.waits == {TO_HOST: 1}
 
