@@ -41,6 +41,8 @@ MANY = [{name: value.double() for name, value in batch.items()} for batch in bat
 
 RUNS: dict[str, dict[str, Any]] = {}
 """What tests look at: runs of the same two processes."""
+UNSEEN = {"limit_val_batches": 0}
+"""Where nobody looks at validations."""
 Found = dict[str, list[Outcome]]
 
 
@@ -149,8 +151,8 @@ class ClipsStages(Lit):
         torch.nn.utils.clip_grad_norm_(own, 0.05)
 
 
-RUNS["by value"] = {"trainer": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}}
-RUNS["by norm"] = {"module": ClipsStages}
+RUNS["by value"] = {"trainer": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value", **UNSEEN}}
+RUNS["by norm"] = {"module": ClipsStages, "trainer": UNSEEN}
 
 
 @pytest.mark.parametrize(("name", "kind"), [("by value", ByValue), ("by norm", ByNorm)])
@@ -175,7 +177,7 @@ class WarmsUp(Lit):
         optimizer.step(closure=closure)
 
 
-RUNS["warms up"] = {"module": WarmsUp}
+RUNS["warms up"] = {"module": WarmsUp, "trainer": UNSEEN}
 
 
 def test_a_rate_set_around_a_step_is_that_of_its_batch(found: Found) -> None:
@@ -195,14 +197,14 @@ class Halves(Lit):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss_epoch"}}
 
 
-RUNS["halves"] = {"trainer": {"max_epochs": 3}, "module": Halves}
+RUNS["halves"] = {"trainer": {"max_epochs": 3, "limit_train_batches": 3, **UNSEEN}, "module": Halves}
 
 
 def test_a_scheduler_that_looks_at_an_epoch(found: Found) -> None:
     def rate(step: int) -> float:
-        return 0.1 if step < 2 * EPOCH else 0.05
+        return 0.1 if step < 6 else 0.05
 
-    _, _, values = closed_form([*range(EPOCH)] * 3, 2, pipedream(2), [EPOCH, 2 * EPOCH], rate=rate)
+    _, _, values = closed_form([0, 1, 2] * 3, 2, pipedream(2), [3, 6], rate=rate)
     assert_weights(found["halves"], values)
 
 
@@ -236,7 +238,7 @@ class Asks(L.Callback):
             trainer.should_stop = True
 
 
-RUNS["asks"] = {"trainer": {"max_epochs": 3}, "callbacks": [Asks()]}
+RUNS["asks"] = {"trainer": {"max_epochs": 3, **UNSEEN}, "callbacks": [Asks()]}
 RUNS["stops early"] = {
     "trainer": {"max_epochs": 3, "val_check_interval": 3},
     "callbacks": [EarlyStopping("val_loss", min_delta=10.0, patience=1)],
@@ -289,7 +291,7 @@ class Signalled(L.Callback):
 
 
 for between in (False, True):
-    RUNS[f"signalled {between}"] = {"trainer": {"max_epochs": 3}, "callbacks": [Signalled(between=between)]}
+    RUNS[f"signalled {between}"] = {"trainer": {"max_epochs": 3, **UNSEEN}, "callbacks": [Signalled(between=between)]}
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -333,7 +335,7 @@ class Endless(IterableDataset):
         return iter(BATCHES)
 
 
-RUNS["keeps"] = {"module": Keeps}
+RUNS["keeps"] = {"module": Keeps, "trainer": UNSEEN}
 
 
 def test_what_steps_keep_is_on_all_ranks(found: Found) -> None:
@@ -352,7 +354,7 @@ class Skips(Lit):
         return -1 if batch_idx == 4 else None
 
 
-RUNS["skips"] = {"trainer": {"max_epochs": 2}, "module": Skips}
+RUNS["skips"] = {"trainer": {"max_epochs": 2, **UNSEEN}, "module": Skips}
 
 
 def test_an_epoch_that_a_hook_ends(found: Found) -> None:
@@ -371,7 +373,7 @@ class Floats(Lit):
         return super().training_step({name: value.float() for name, value in batch.items()}, batch_idx)
 
 
-RUNS["bfloat16"] = {"trainer": {"precision": "bf16-mixed", "limit_val_batches": 0}, "module": Floats}
+RUNS["bfloat16"] = {"trainer": {"precision": "bf16-mixed", **UNSEEN}, "module": Floats}
 
 
 def test_bfloat16(found: Found) -> None:
