@@ -14,7 +14,10 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.tuner import Tuner
 
 from tests.support.lit_modules import Data, Lit
-from tests.support.trainer_runs import QUIET, ROWS, quiet
+from tests.support.trainer_runs import QUIET, quiet
+
+ROWS = 12
+"""A batch of eight, and a short one."""
 
 
 class Runner:

@@ -183,7 +183,7 @@ CASES: dict[str, Case] = {
     "several_stages": Case(strategy={"schedule": "1f1b", "micro_batches": 3, "stages": 4}, **_CUT),
     "recomputed": Case(strategy={"recompute": "always", "micro_batches": 3}, **_CUT),
     "two_loss_ranks": Case(strategy={"schedule": "chimera", "micro_batches": 4}, **_CUT),
-    "configure_model_augmented": Case(BuiltInConfigureModel, Augmented),
+    "configure_model_augmented": Case(BuiltInConfigureModel, Augmented, trainer={"max_epochs": 1}),
     "setup": Case(BuiltInSetup),
     "head_in_setup": Case(HeadInSetup),
     "recurrent_head": Case(RecurrentHead, strategy={"layers": "model"}),
@@ -209,8 +209,10 @@ CASES: dict[str, Case] = {
         callbacks=[lambda: callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0)], trainer={"max_epochs": 4}
     ),
     "fast_dev_run": Case(trainer={"fast_dev_run": 2}),
-    "bf16_mixed_overfit_batches": Case(trainer={"precision": "bf16-mixed", "overfit_batches": 2}, **_SINGLE),
-    "bf16_true": Case(trainer={"precision": "bf16-true"}, **_SINGLE),
+    "bf16_mixed_overfit_batches": Case(
+        trainer={"precision": "bf16-mixed", "overfit_batches": 2, "max_epochs": 1}, **_SINGLE
+    ),
+    "bf16_true": Case(trainer={"precision": "bf16-true", "max_epochs": 1}, **_SINGLE),
     "double": Case(OneType, trainer={"precision": "64-true"}, dtype=torch.float32),
     # In half precision a difference in the last bit of the norm may round a weight's half the other way: with these 28
     # rows losses differ by 1e-4 from one device that adds the squares of all gradients up at once.
@@ -219,7 +221,7 @@ CASES: dict[str, Case] = {
         data=lambda rows: Single(28),
         dtype=torch.float32,
         plugins=[lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3))],
-        trainer={"gradient_clip_val": 0.5},
+        trainer={"gradient_clip_val": 0.5, "max_epochs": 1},
         tolerance=0.0,
     ),
 }

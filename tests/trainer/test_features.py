@@ -211,4 +211,4 @@ def test_statistics_of_the_device_are_logged(tmp_path: Path, monkeypatch: pytest
 def test_a_registry_is_passed_on(tmp_path: Path) -> None:
     trainer = Runner(1, tmp_path).fit(model_registry="team/model")
     assert trainer._model_registry == "team/model"  # type: ignore[attr-defined]
-    assert trainer.global_step == 3
+    assert trainer.global_step == 2
