@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.support import oracle, processes
 from tests.support.trainer_runs import QUIET, quiet
 
-WIDTH, TIMES, SAMPLES = 4, 8, 10
+WIDTH, TIMES, SAMPLES = 4, 8, 6
 
 
 class Block(nn.Module):

@@ -97,7 +97,10 @@ def build(name: str, devices: int | None, **options: Any) -> tuple[L.Trainer, L.
     quiet()
     L.seed_everything(7, verbose=False)
     logger = Steps()
-    strategy = PipeStrategy(layers="model", stream_evaluation=name != "off", **options) if devices else "auto"
+    strategy: Any = "auto"
+    if devices:
+        options |= {"stream_evaluation": name != "off", "compare_losses": False}
+        strategy = PipeStrategy(layers="model", **options)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices or 1,
