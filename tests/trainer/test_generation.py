@@ -55,9 +55,9 @@ class Generates(L.LightningModule):
         return found
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        tokens = self.generated(batch)
-        self.lengths.append(len(tokens[0][0].tolist()))
-        self.log("sum", float(sum(each.sum().item() for each in tokens)), batch_size=len(batch))
+        tokens = self.net.generate(input_ids=batch, attention_mask=torch.ones_like(batch), max_new_tokens=4)
+        self.lengths.append(len(tokens[0].tolist()))
+        self.log("sum", tokens.sum().double(), batch_size=len(batch))
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> list[Tensor]:
         return self.generated(batch)
