@@ -58,7 +58,7 @@ def fit(process: int, devices: int, plain: bool = False) -> dict[str, Any]:
     options: Any = {} if plain else {"strategy": PipeStrategy(passes=2, micro_batches=2, layers="layers")}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
-        accelerator="cpu", devices=devices, max_epochs=2, enable_model_summary=False, **quiet, **options
+        accelerator="cpu", devices=devices, max_epochs=1, enable_model_summary=False, **quiet, **options
     )
     module = Siamese()
     trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))

@@ -25,7 +25,7 @@ def trainer(folder: Path, **strategy: Any) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=PipeStrategy(**strategy),
+        strategy=PipeStrategy(compare_losses=False, **strategy),
         max_epochs=1,
         callbacks=[OnExceptionCheckpoint(folder)],
         **{**QUIET, "enable_checkpointing": True},

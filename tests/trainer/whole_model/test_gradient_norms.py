@@ -18,6 +18,8 @@ from tests.support.lit_modules import FEATURES, Data
 from tests.support.processes import refusals, run_trainers
 from tests.support.trainer_runs import QUIET, impatient, quiet
 
+PARTS: dict[str, Any] = {"micro_batches": 2, "compare_losses": False}
+
 
 class Norms(L.LightningModule):
     """Asks for norms wherever users do, clips, and has a tied parameter."""
@@ -60,7 +62,7 @@ def fit(devices: int | None, **options: Any) -> tuple[list[float], oracle.Trace]
     quiet()
     L.seed_everything(7, verbose=False)
     module, recorder = Norms().double(), oracle.Recorder()
-    strategy = PipeStrategy(**{"micro_batches": 2, **options}) if devices else "auto"
+    strategy = PipeStrategy(**{**PARTS, **options}) if devices else "auto"
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices or 1,
@@ -181,7 +183,7 @@ def refused(process: int, kind: type[Norms]) -> None:
     from lightning_pipe import PipeStrategy
 
     quiet()
-    strategy = PipeStrategy(**{"micro_batches": 2, **REFUSALS[kind][1]})
+    strategy = PipeStrategy(**{**PARTS, **REFUSALS[kind][1]})
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
     with impatient():
         trainer.fit(kind().double(), Data().train_dataloader())
