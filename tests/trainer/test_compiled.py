@@ -51,7 +51,7 @@ class CompiledWhole(Blocks):
 def fit(module: L.LightningModule, strategy: Any) -> dict[str, torch.Tensor]:
     quiet()
     L.seed_everything(7, verbose=False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, limit_val_batches=1, **QUIET)
     trainer.fit(module.double(), datamodule=Data(length=16))
     return oracle.state_of(module)
 
