@@ -61,7 +61,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-SLOW = {"every linear layer", "biases too", "dora", "ia3"}
+SLOW = {"every linear layer", "biases too", "a norm too", "dora", "ia3"}
 """Further adapters of a kind of which one is fast."""
 KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in MODELS]
 
