@@ -17,7 +17,7 @@ from lightning_pipe import PipeStrategy
 from tests.support.processes import in_turn
 from tests.support.trainer_runs import QUIET, quiet
 
-ROWS, BATCH, EPOCHS = 16, 4, 3
+ROWS, BATCH, EPOCHS = 12, 4, 3
 STEPS = ROWS // BATCH
 Orders = dict[int, list[list[float]]]
 
@@ -70,16 +70,16 @@ def train(
     generator: bool = False,
     resumed: str | None = None,
 ) -> tuple[Orders, str]:
-    """The order of the data in each epoch, and the plan. Writes checkpoints every three steps and behind epochs."""
+    """The order of the data in each epoch, and the plan. Writes checkpoints every two steps and behind epochs."""
     quiet()
     L.seed_everything(7, verbose=False)
     model = Model(dropout, generator).double()
     saving = [
-        ModelCheckpoint(folder, "within-{step}", every_n_train_steps=3, save_top_k=-1),
+        ModelCheckpoint(folder, "within-{step}", every_n_train_steps=2, save_top_k=-1),
         ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True),
     ]
     strategy: Any = PipeStrategy(layers="layers", micro_batches=2, compare_losses=False) if devices else "auto"
-    options = {**QUIET, "enable_checkpointing": True, "max_epochs": EPOCHS, "val_check_interval": 0.5}
+    options = {**QUIET, "enable_checkpointing": True, "max_epochs": EPOCHS, "val_check_interval": 2}
     trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, callbacks=saving, **options)
     trainer.fit(model, ckpt_path=None if resumed is None else f"{folder}/{resumed}.ckpt")
     return model.orders, "\n".join(model.lines)
@@ -95,7 +95,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Orders, s
         "generator": {"devices": 2, "folder": str(folder("generator")), "dropout": 0.5, "generator": True},
         "draws": draws,
         "resumed": {**draws, "resumed": f"step={2 * STEPS}"},
-        "resumed within": {**draws, "resumed": f"within-step={STEPS + 2}"},
+        "resumed within": {**draws, "resumed": f"within-step={STEPS + 1}"},
     }
     ranks = in_turn({name: partial(train, **options) for name, options in runs.items()}, 2)
     for (orders, _), (other, _) in ranks.values():
