@@ -45,9 +45,8 @@ def fit(process: int, name: str, folder: str) -> dict[Sharding, list[int]]:
         module = Lit().double()
         module.counts = name != "chimera"
         strategy = PipeStrategy(**CASES[name], shard_optimizer=sharded)
-        trainer = L.Trainer(
-            accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, gradient_clip_val=0.5, **QUIET
-        )
+        options = {**QUIET, "max_epochs": 2, "limit_val_batches": 0, "gradient_clip_val": 0.5}
+        trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
         counts: list[int] = []
 
         class Count(L.Callback):
@@ -128,7 +127,7 @@ def go_on(name: str, folder: str, sharded: Sharding) -> dict[str, Any]:
     module.counts = False
     strategy = PipeStrategy(**CASES[other], shard_optimizer=sharded)
     # two pipelines need half as many steps as one, and the scheduler has so many
-    options = {**QUIET, "max_epochs": 2, "limit_train_batches": 2, "gradient_clip_val": 0.5}
+    options = {**QUIET, "max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 0, "gradient_clip_val": 0.5}
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
     written: Sharding = "gradients" if sharded is True else True
     path = Path(folder) / f"{name}-{written}-one-epoch.ckpt"
