@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,10 @@ class Runner:
         trainer = self.trainer(**options)
         trainer.fit((Lit() if module is None else module).double(), datamodule=Data(ROWS))
         return trainer
+
+
+Look = tuple[dict[str, Any], Callable[[], Any]]
+"""Arguments of the Trainer, and what has been seen when the run is over."""
 
 
 def weights(trainer: L.Trainer) -> dict[str, list[float]]:
@@ -111,16 +115,19 @@ def root_folder(runner: Runner) -> Any:
     return sorted(path.name for path in (runner.folder / "root").rglob("*.ckpt"))
 
 
-def weights_alone(runner: Runner) -> Any:
+def weights_alone(runner: Runner) -> Look:
     """What is in a file of a `ModelCheckpoint` that keeps weights alone, on the process that has written it."""
     saving = callbacks.ModelCheckpoint(runner.folder / "weights", save_weights_only=True)
-    trainer = runner.fit(callbacks=[saving], enable_checkpointing=True)
-    if not trainer.is_global_zero:
-        return {}
-    content = torch.load(saving.best_model_path, weights_only=False)
-    keys = sorted(key for key in content if not key.startswith("lightning_pipe"))
-    values = {name: value.tolist() for name, value in content["state_dict"].items() if name.endswith("weight")}
-    return keys, values
+
+    def seen() -> Any:
+        if not saving.best_model_path:
+            return {}
+        content = torch.load(saving.best_model_path, weights_only=False)
+        keys = sorted(key for key in content if not key.startswith("lightning_pipe"))
+        values = {name: value.tolist() for name, value in content["state_dict"].items() if name.endswith("weight")}
+        return keys, values
+
+    return {"callbacks": [saving], "enable_checkpointing": True}, seen
 
 
 # ------------------------------------------------------------------ callbacks
@@ -140,11 +147,10 @@ def called(runner: Runner) -> Any:
     return counts
 
 
-def rates(runner: Runner) -> Any:
+def rates(runner: Runner) -> Look:
     """What a `LearningRateMonitor` has seen."""
     monitor = callbacks.LearningRateMonitor(logging_interval="step")
-    runner.fit(callbacks=[monitor], logger=loggers.CSVLogger(runner.folder))
-    return monitor.lrs
+    return {"callbacks": [monitor], "logger": loggers.CSVLogger(runner.folder)}, lambda: monitor.lrs
 
 
 def timed(runner: Runner) -> Any:
@@ -154,11 +160,14 @@ def timed(runner: Runner) -> Any:
     return trainer.global_step, timer.time_elapsed("train") > 0
 
 
-def throughput(runner: Runner) -> Any:
+def throughput(runner: Runner) -> Look:
     """What a `ThroughputMonitor` counts."""
     monitor = callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
-    runner.fit(callbacks=[monitor], logger=loggers.CSVLogger(runner.folder))
-    return {name: value for name, value in logged(runner).items() if name.endswith(("samples", "batches"))}
+
+    def seen() -> Any:
+        return {name: value for name, value in logged(runner).items() if name.endswith(("samples", "batches"))}
+
+    return {"callbacks": [monitor], "logger": loggers.CSVLogger(runner.folder)}, seen
 
 
 def accumulation(runner: Runner) -> Any:
@@ -186,10 +195,10 @@ def backbone(runner: Runner) -> Any:
     return weights(runner.fit(WithBackbone(), callbacks=[tuning], max_epochs=2))
 
 
-def summary(kind: type[Any]) -> Callable[[Runner], Any]:
+def summary(kind: type[Any]) -> Callable[[Runner], Look]:
     """What a summary counts."""
 
-    def case(runner: Runner) -> Any:
+    def look(runner: Runner) -> Look:
         seen: list[Any] = []
 
         class Kept(kind):  # type: ignore[misc]
@@ -200,16 +209,15 @@ def summary(kind: type[Any]) -> Callable[[Runner], Any]:
                 rows = {name: values for name, values in summary_data if name.strip() in ("Name", "Type", "Params")}
                 seen.append((total_parameters, trainable_parameters, str(rows)))
 
-        runner.fit(callbacks=[Kept(max_depth=2)], enable_model_summary=True)
-        return seen
+        return {"callbacks": [Kept(max_depth=2)], "enable_model_summary": True}, lambda: seen
 
-    return case
+    return look
 
 
-def progress(kind: type[Any]) -> Callable[[Runner], Any]:
+def progress(kind: type[Any]) -> Callable[[Runner], Look]:
     """What a progress bar shows at the end of an epoch."""
 
-    def case(runner: Runner) -> Any:
+    def look(runner: Runner) -> Look:
         seen: list[Any] = []
 
         class Kept(kind):  # type: ignore[misc]
@@ -218,13 +226,12 @@ def progress(kind: type[Any]) -> Callable[[Runner], Any]:
                 shown = {k: float(v) for k, v in self.get_metrics(trainer, pl_module).items() if k != "v_num"}
                 seen.append((self.total_train_batches, shown))
 
-        runner.fit(callbacks=[Kept()], enable_progress_bar=True)
-        return seen
+        return {"callbacks": [Kept()], "enable_progress_bar": True}, lambda: seen
 
-    return case
+    return look
 
 
-def spikes(runner: Runner) -> Any:
+def spikes(runner: Runner) -> Look:
     """What a `SpikeDetection` compares: every batch's loss."""
     losses: list[float] = []
 
@@ -233,8 +240,8 @@ def spikes(runner: Runner) -> Any:
             losses.append(float(outputs["loss"]))
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    runner.fit(callbacks=[Kept(rtol=100.0, exclude_batches_path=str(runner.folder / "skipped.json"))])
-    return losses
+    skipped = str(runner.folder / "skipped.json")
+    return {"callbacks": [Kept(rtol=100.0, exclude_batches_path=skipped)]}, lambda: losses
 
 
 def found_rate(runner: Runner) -> Any:
@@ -256,10 +263,10 @@ def rate_callback(runner: Runner) -> Any:
 # ------------------------------------------------------------------ profilers and loggers
 
 
-def profiled(kind: type[Any], **options: Any) -> Callable[[Runner], Any]:
+def profiled(kind: type[Any]) -> Callable[[Runner], Look]:
     """The names of what a profiler has seen, and how often it saw a batch."""
 
-    def case(runner: Runner) -> Any:
+    def look(runner: Runner) -> Look:
         seen: list[str] = []
 
         class Kept(kind):  # type: ignore[misc]
@@ -267,10 +274,10 @@ def profiled(kind: type[Any], **options: Any) -> Callable[[Runner], Any]:
                 seen.append(action_name)
                 super().start(action_name)
 
-        runner.fit(profiler=Kept(**options))
-        return {name: seen.count(name) for name in ("run_training_batch", "run_training_epoch")}
+        names = ("run_training_batch", "run_training_epoch")
+        return {"profiler": Kept()}, lambda: {name: seen.count(name) for name in names}
 
-    return case
+    return look
 
 
 def logged(runner: Runner) -> dict[str, list[str]]:
@@ -283,11 +290,15 @@ def logged(runner: Runner) -> dict[str, list[str]]:
     return {name: [row[name] for row in rows if row[name]] for name in rows[0]}
 
 
-def csv_file(runner: Runner) -> Any:
-    """The file of a `CSVLogger`, and its hyperparameters."""
-    runner.fit(logger=loggers.CSVLogger(runner.folder))
-    table = {name: [float(value) for value in values] for name, values in logged(runner).items()}
-    return table, [path.read_text() for path in runner.folder.rglob("hparams.yaml")]
+def csv_file(runner: Runner) -> Look:
+    """The file of a `CSVLogger`, without what takes time, and its hyperparameters."""
+
+    def seen() -> Any:
+        columns = {name: values for name, values in logged(runner).items() if "/" not in name}
+        table = {name: [float(value) for value in values] for name, values in columns.items()}
+        return table, [path.read_text() for path in runner.folder.rglob("hparams.yaml")]
+
+    return {"logger": loggers.CSVLogger(runner.folder)}, seen
 
 
 class OwnLogger(Logger):
@@ -335,6 +346,34 @@ def own_logger(**options: Any) -> Callable[[Runner], Any]:
 
 # ------------------------------------------------------------------ the cases
 
+
+def together(runner: Runner, looks: Mapping[str, Callable[[Runner], Look]]) -> dict[str, Any]:
+    """What several looks see of one run, by their names; of two that need a logger, one has it."""
+    options: dict[str, Any] = {"callbacks": []}
+    seen = {}
+    for name, look in looks.items():
+        own, seen[name] = look(runner)
+        options = {**own, **options, "callbacks": [*options["callbacks"], *own.get("callbacks", ())]}
+    runner.fit(**options)
+    return {name: each() for name, each in seen.items()}
+
+
+def alone(look: Callable[[Runner], Look]) -> Callable[[Runner], Any]:
+    """A run for one look."""
+    return lambda runner: together(runner, {"look": look})["look"]
+
+
+LOOKS: dict[str, Callable[[Runner], Look]] = {
+    "save_weights_only": weights_alone,
+    "LearningRateMonitor": rates,
+    "ThroughputMonitor": throughput,
+    "ModelSummary": summary(callbacks.ModelSummary),
+    "TQDMProgressBar": progress(callbacks.TQDMProgressBar),
+    "SpikeDetection": spikes,
+    "SimpleProfiler": profiled(profilers.SimpleProfiler),
+    "CSVLogger": csv_file,
+}
+"""By the name of the feature: those that look at the same run."""
 CASES: dict[str, Callable[[Runner], Any]] = {
     "max_steps": flags(max_steps=4, max_epochs=-1),
     "max_time": flags(max_time="00:00:00:00"),
@@ -345,25 +384,17 @@ CASES: dict[str, Callable[[Runner], Any]] = {
     "barebones": flags(barebones=True, log_every_n_steps=0),
     "limits": limited_evaluations,
     "default_root_dir": root_folder,
-    "save_weights_only": weights_alone,
     "LambdaCallback": called,
-    "LearningRateMonitor": rates,
     "Timer": timed,
-    "ThroughputMonitor": throughput,
     "GradientAccumulationScheduler": accumulation,
     "BackboneFinetuning": backbone,
-    "ModelSummary": summary(callbacks.ModelSummary),
-    "RichModelSummary": summary(callbacks.RichModelSummary),
-    "TQDMProgressBar": progress(callbacks.TQDMProgressBar),
-    "RichProgressBar": progress(callbacks.RichProgressBar),
-    "SpikeDetection": spikes,
+    "RichModelSummary": alone(summary(callbacks.RichModelSummary)),
+    "RichProgressBar": alone(progress(callbacks.RichProgressBar)),
     "LearningRateFinder": rate_callback,
     "Tuner": found_rate,
-    "SimpleProfiler": profiled(profilers.SimpleProfiler),
-    "AdvancedProfiler": profiled(profilers.AdvancedProfiler),
-    "PyTorchProfiler": profiled(profilers.PyTorchProfiler),
-    "PassThroughProfiler": profiled(profilers.PassThroughProfiler),
-    "CSVLogger": csv_file,
+    "AdvancedProfiler": alone(profiled(profilers.AdvancedProfiler)),
+    "PyTorchProfiler": alone(profiled(profilers.PyTorchProfiler)),
+    "PassThroughProfiler": alone(profiled(profilers.PassThroughProfiler)),
     "Logger": own_logger(log_every_n_steps=2, enable_autolog_hparams=False),
 }
-"""By the name of the feature."""
+"""By the name of the feature: those that have a run to themselves."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
-from tests.support.features import CASES, Runner
+from tests.support.features import CASES, LOOKS, Runner, together
 from tests.support.lit_modules import Lit
 from tests.support.pairs import asked
 from tests.support.processes import run_trainers
@@ -76,7 +76,7 @@ MARKS: dict[str, list[tuple[str, ...]]] = {
     ],
     "save_weights_only": [("Checkpoints", "ModelCheckpoint(save_weights_only=True)", "works")],
     "CSVLogger": [(LOGGER, "CSVLogger", "works")],
-    **{name: [(PROFILER, name, "works")] for name in CASES if name.endswith("Profiler") and name != "SimpleProfiler"},
+    **{name: [(PROFILER, name, "works")] for name in CASES if name.endswith("Profiler")},
 }
 
 
@@ -85,35 +85,40 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=[*marks, pytest.mark.slow] if name in SLOW else marks)
 
 
-def run_cases(process: int, devices: int, folder: Path, names: list[str]) -> dict[str, Any]:
-    """What each of some cases has seen, or the traceback of the one at which this world ended."""
+def run_cases(process: int, devices: int | None, folder: Path, names: list[str]) -> dict[str, Any]:
+    """What each of some cases has seen; of several processes the traceback of the one at which this world ended."""
     found: dict[str, Any] = {}
-    for name in names:
-        own = folder / f"{name}-{process}"
-        own.mkdir(parents=True)
+    looks = {name: LOOKS[name] for name in names if name in LOOKS}
+    for name in (*(name for name in names if name in CASES), *(["looks"] if looks else [])):
+        runner = Runner(devices, folder / f"{name}-{process}")
+        runner.folder.mkdir(parents=True)
         try:
-            found[name] = CASES[name](Runner(devices, own))
+            found |= together(runner, looks) if name == "looks" else {name: CASES[name](runner)}
         except BaseException:
-            found[name] = traceback.format_exc()
-            break
+            if devices is None:
+                raise
+            return found | dict.fromkeys(looks if name == "looks" else [name], traceback.format_exc())
     return found
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """All cases that were asked for, in one world."""
-    options = {"folder": tmp_path_factory.mktemp("two"), "names": asked(request, "name")}
-    return run_trainers(run_cases, 2, timeout=110, devices=2, **options)
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """All cases that were asked for, on one device and in one world."""
+    names, folder = asked(request, "name"), tmp_path_factory.mktemp
+    two = run_trainers(run_cases, 2, timeout=110, devices=2, folder=folder("two"), names=names)
+    return run_cases(0, None, folder("one"), names), two
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in CASES])
-def test_equals_one_device(name: str, found: list[dict[str, Any]], tmp_path: Path) -> None:
-    plain = CASES[name](Runner(None, tmp_path))
-    assert plain, "nothing was seen"
-    for process, of_process in enumerate(found[: 1 if name in ZERO_ALONE else 2]):
+@pytest.mark.parametrize("name", [marked(name) for name in (*CASES, *LOOKS)])
+def test_equals_one_device(name: str, runs: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+    one, two = runs
+    assert one[name], "nothing was seen"
+    for process, of_process in enumerate(two[: 1 if name in ZERO_ALONE else 2]):
         if name not in of_process:
             pytest.skip("an earlier case failed")
-        assert not differences(of_process[name], plain), f"process {process}: {of_process[name]}"
+        assert not differences(of_process[name], one[name]), f"process {process}: {of_process[name]}"
 
 
 def differences(found: Any, plain: Any) -> list[str]:
