@@ -54,7 +54,7 @@ def run(
         use_distributed_sampler=False,
         gradient_clip_val=0.5,
         plugins=[AsyncCheckpointIO()] if in_background else None,
-        **{**QUIET, "enable_checkpointing": save is not None},
+        **{**QUIET, "num_sanity_val_steps": 0, "enable_checkpointing": save is not None},
     )
     trainer.fit(module, datamodule=Ordered(), ckpt_path=resume, weights_only=False if resume else None)
     recorder.trace.weights = oracle.state_of(module)

@@ -35,9 +35,8 @@ def stopped(process: int, hook: str, processes: tuple[int, ...], replicas: int =
     quiet()
     strategy = PipeStrategy(layers="model", micro_batches=2, data_parallel_size=replicas, compare_losses=False)
     stops = Stops(hook, processes)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2 * replicas, strategy=strategy, max_epochs=3, callbacks=[stops], **QUIET
-    )
+    options = {**QUIET, "max_epochs": 3, "num_sanity_val_steps": 0}
+    trainer = L.Trainer(accelerator="cpu", devices=2 * replicas, strategy=strategy, callbacks=[stops], **options)
     trainer.fit(Lit().double(), datamodule=Data())
     return stops.batches
 

@@ -86,7 +86,7 @@ def trainer_of(**options: Any) -> L.Trainer:
     quiet()
     torch.manual_seed(0)
     strategy = PipeStrategy(layers="model", **({"micro_batches": 2} | options))
-    return L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
+    return L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **QUIET)
 
 
 def runs(process: int, fails: bool, **options: Any) -> list[str]:
@@ -107,14 +107,14 @@ def runs(process: int, fails: bool, **options: Any) -> list[str]:
 
     if fails:
         with pytest.raises((ValueError, CommunicationError)):  # its own error, or that of the other process
-            trainer.fit(module, datamodule=Data())
+            trainer.fit(module, datamodule=Data(16))
         check("failing fit")
         return wrong
     trainer.validate(module, datamodule=Data(), verbose=False)
     check("validate")
     for run in ("fit", "second fit"):
         trainer.fit_loop.max_epochs = (trainer.fit_loop.max_epochs or 0) + 1
-        trainer.fit(module, datamodule=Data())
+        trainer.fit(module, datamodule=Data(16))
         check(run)
     return wrong
 
@@ -142,6 +142,7 @@ def requeued_in_each_fit(process: int, folder: Path) -> list[bool]:
         max_epochs=1,
         callbacks=[AskedToRequeue()],
         default_root_dir=folder,
+        num_sanity_val_steps=0,
         **QUIET,
     )
     module, written = Lit().double(), []

@@ -48,7 +48,7 @@ class Signalled(L.Callback):
         self.batches += 1
 
 
-def trainer_with(callback: L.Callback, folder: Path | None = None) -> L.Trainer:
+def trainer_with(callback: L.Callback, folder: Path | None = None, **options: Any) -> L.Trainer:
     quiet()
     torch.manual_seed(0)
     strategy = PipeStrategy(micro_batches=2, layers="model", compare_losses=False)
@@ -59,7 +59,7 @@ def trainer_with(callback: L.Callback, folder: Path | None = None) -> L.Trainer:
         max_epochs=3,
         callbacks=[callback],
         default_root_dir=folder,
-        **QUIET,
+        **{**QUIET, "limit_val_batches": 0, **options},
     )
 
 
@@ -250,7 +250,7 @@ def requeued(folder: Path, process: int, validating: bool) -> tuple[int, int, bo
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_JOB_ID", "7")
         patch.setattr(signal_connector, "call", lambda command, **_: commands.append(command) or 0)
-        trainer = trainer_with(callback, folder)
+        trainer = trainer_with(callback, folder, limit_val_batches=int(validating) * 2)
         trainer.callbacks.append(Handles())
         trainer.fit((InValidation if validating else Lit)().double(), datamodule=Data())
     saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=False)

@@ -58,7 +58,7 @@ def trained(
         max_epochs=2,
         callbacks=[*saving, *callbacks],
         use_distributed_sampler=False,
-        **{**QUIET, "enable_checkpointing": folder is not None, **options},
+        **{**QUIET, "limit_val_batches": 0, "enable_checkpointing": folder is not None, **options},
     )
     L.seed_everything(7, verbose=False)
     module = model().double()
@@ -120,7 +120,7 @@ def fit_wide(rank_order: RankOrder) -> dict[str, Any]:
     from lightning_pipe import PipeStrategy
 
     strategy = PipeStrategy(pipeline_parallel_size=2, data_parallel_size=2, micro_batches=2, rank_order=rank_order)
-    trainer, weights = trained(strategy, 2, 2, model=Wide, limit_val_batches=0)
+    trainer, weights = trained(strategy, 2, 2, model=Wide)
     shared = trainer.strategy.world.transport._local  # type: ignore[attr-defined]
     return {"shared": len(shared), "weights": {name: value.tolist() for name, value in weights.items()}}
 

@@ -25,11 +25,13 @@ from tests.support.user_modules import OwnSGD
 SIZES = ([8, 8, 8], [8, 4, 4])
 """Samples of the batches of two replicas."""
 
+SHORT = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
+
 
 def trainer(strategy: Any, devices: int = 1, **options: Any) -> L.Trainer:
     quiet()
     L.seed_everything(7, verbose=False)
-    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{"max_epochs": 1, **QUIET, **options})
+    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **(SHORT | options))
 
 
 def test_a_copy_of_the_process_closes_nothing() -> None:
