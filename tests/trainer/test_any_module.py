@@ -33,9 +33,8 @@ def fit(name: str, strategy: str, devices: int) -> dict[str, Any]:
     quiet()
     L.seed_everything(7, verbose=False)
     module, recorder, printed = MODULES[name]().double(), oracle.Recorder(), io.StringIO()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, callbacks=[recorder], **QUIET
-    )
+    options = {**QUIET, "max_epochs": 1, "limit_val_batches": 1, "limit_predict_batches": 1}
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, callbacks=[recorder], **options)
     with redirect_stdout(printed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, module.data(), module.data())
