@@ -42,6 +42,8 @@ class CompiledStep(Blocks):
         super().__init__()
         self.forward = torch.compile(self.forward, backend="eager")
 
+    validation_step = L.LightningModule.validation_step  # without gradients it would be compiled once more
+
 
 class CompiledWhole(Blocks):
     def setup(self, stage: str) -> None:
