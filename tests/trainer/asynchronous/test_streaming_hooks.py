@@ -230,30 +230,16 @@ def test_files_are_named_after_the_steps_that_are_in_them(tmp_path: Path) -> Non
 # ------------------------------------------------------------------ the end
 
 
-class Asks(L.Callback):
-    """All processes ask the Trainer to stop, outside the step."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == 2:
-            trainer.should_stop = True
-
-
-RUNS["asks"] = {"trainer": {"max_epochs": 3, **UNSEEN}, "callbacks": [Asks()]}
 RUNS["stops early"] = {
     "trainer": {"max_epochs": 3, "val_check_interval": 3},
     "callbacks": [EarlyStopping("val_loss", min_delta=10.0, patience=1)],
 }
 
 
-def test_all_stop_after_the_batch_in_which_they_ask(found: Found) -> None:
-    _, _, values = closed_form(range(3), 2, pipedream(2), [])
-    assert_weights(found["asks"], values)
-    assert [outcome.steps for outcome in found["asks"]] == [3, 3]
-
-
 def test_early_stopping_after_a_validation(found: Found) -> None:
     _, _, values = closed_form(range(6), 2, pipedream(2), [3])
     assert_weights(found["stops early"], values)
+    assert [outcome.steps for outcome in found["stops early"]] == [6, 6]
 
 
 class Fails(Lit):
