@@ -85,7 +85,7 @@ def loops(process: int, devices: int | None, name: str, folder: Path, limits: Se
     """What each loop has shown to those who look at it."""
     L.seed_everything(7, verbose=False)
     found: dict[str, Any] = {}
-    for interval, kept in (("batch", False), ("epoch", None), ("batch_and_epoch", None)):
+    for interval, kept in (("batch", False), ("batch_and_epoch", None)):
         writer = Written(interval)
         trainer = trainer_for(devices, name, [writer])
         returned = trainer.predict(Trained().double(), [loader(), loader(rows=9)], return_predictions=kept)
