@@ -48,7 +48,7 @@ def recorded(process: int, devices: int | None, folder: str) -> dict[str, list[C
             check_val_every_n_epoch=1,
             **{**QUIET, "enable_checkpointing": True},
         )
-        own, batches = module().double(), in_order() if resumed else data()
+        own, batches = module().double(), (in_order if resumed else data)(20)
         for name in ("resumed fit",) if resumed else FUNCTIONS[:4]:
             options: dict[str, Any] = {"datamodule": batches}
             if resumed:
