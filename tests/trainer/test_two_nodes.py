@@ -26,6 +26,7 @@ from tests.support.processes import WorldTimeoutError
 from tests.support.trainer_runs import QUIET, quiet
 
 BATCHES = 2
+TWO_BY_TWO: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "micro_batches": 2}
 
 
 class Ordered(Lit):
@@ -82,7 +83,7 @@ def fit_on_nodes(rank_order: RankOrder) -> tuple[int, int, dict[str, Any]]:
     """A worker: which replica and rank it is, the weights, and its place."""
     from lightning_pipe import PipeStrategy
 
-    strategy = PipeStrategy(pipeline_parallel_size=2, data_parallel_size=2, micro_batches=2, rank_order=rank_order)
+    strategy = PipeStrategy(**TWO_BY_TWO, compare_losses=False, rank_order=rank_order)
     trainer, weights = trained(strategy, devices=2, nodes=2)
     transport = trainer.strategy.world.transport  # type: ignore[attr-defined]
     return transport.replica, transport.rank, {name: value.tolist() for name, value in weights.items()}
@@ -119,7 +120,7 @@ def fit_wide(rank_order: RankOrder) -> dict[str, Any]:
     """A worker on a host of its own: whether memory is shared, and the weights."""
     from lightning_pipe import PipeStrategy
 
-    strategy = PipeStrategy(pipeline_parallel_size=2, data_parallel_size=2, micro_batches=2, rank_order=rank_order)
+    strategy = PipeStrategy(**TWO_BY_TWO, compare_losses=False, rank_order=rank_order)
     trainer, weights = trained(strategy, 2, 2, model=Wide)
     shared = trainer.strategy.world.transport._local  # type: ignore[attr-defined]
     return {"shared": len(shared), "weights": {name: value.tolist() for name, value in weights.items()}}

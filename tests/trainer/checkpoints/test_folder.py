@@ -76,8 +76,10 @@ def without_states(path: Path) -> None:
     quiet()
     for number, resume in enumerate((None, path / "0.ckpt")):
         strategy = PipeStrategy(micro_batches=1, save_distributed_checkpoint=True)
-        trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=number + 1, **QUIET)
-        trainer.fit(Plain().double(), Data(), ckpt_path=resume, weights_only=False if resume else None)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=number + 1, limit_val_batches=0, **QUIET
+        )
+        trainer.fit(Plain().double(), Data(16), ckpt_path=resume, weights_only=False if resume else None)
         trainer.save_checkpoint(path / f"{number}.ckpt")
 
 
@@ -121,8 +123,8 @@ def test_optimizers_that_keep_nothing(number: int, path: Path, two: list[dict[st
     found = consolidate(path / f"{number}.ckpt", path / f"bare{number}.ckpt")
     assert found["optimizer_states"][0]["state"] == {}
     module = Plain().double()
-    trainer = L.Trainer(accelerator="cpu", max_epochs=3, **QUIET)
-    trainer.fit(module, Data(), ckpt_path=path / f"bare{number}.ckpt", weights_only=False)
+    trainer = L.Trainer(accelerator="cpu", max_epochs=3, limit_val_batches=0, **QUIET)
+    trainer.fit(module, Data(16), ckpt_path=path / f"bare{number}.ckpt", weights_only=False)
     assert trainer.current_epoch == 3
 
 
