@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -92,13 +91,12 @@ def _counts(split: MicroBatches, *, every: bool) -> dict[str, list[float]]:
         for labelled in [leaf != _IGNORED]
         for kept in (labelled, labelled[..., 1:])
     ]
-    rows = torch.stack(counts).tolist() if counts else []  # a GPU is waited for once
-    ends = [*accumulate(split.sizes)]
+    rows = torch.stack(counts).cpu() if counts else ()  # a GPU is waited for once
     found = {}
     for (place, leaf), *pair in zip(leaves.items(), rows[::2], rows[1::2], strict=True):
-        if every or min(pair[0]) < leaf[0].numel():
+        if every or int(pair[0].min()) < leaf[0].numel():
             for name, row in zip((place, f"{place}, shifted"), pair, strict=True):
-                found[name] = [float(sum(row[end - size : end])) for size, end in zip(split.sizes, ends, strict=True)]
+                found[name] = [float(part.sum()) for part in row.split([*split.sizes])]
     return found
 
 

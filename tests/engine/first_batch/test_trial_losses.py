@@ -189,10 +189,10 @@ def test_all_neighbours_are_compared_in_the_first_batch_and_two_in_later_ones(mo
     monkeypatch.setattr(loss_checks, "trial_losses", counted)
     assert fit(MeanOfSamples(), Batches(number=4).batches, layers="layers") == []
     assert runs == [
-        [2, 2, 2, 4, 4, 4, 2],
-        [2, 2, 4, 4, 2],
-        [2, 2, 4, 4, 2],
-    ]  # at last each of a micro-batch twice, and it
+        [2, 2, 2, 4, 4, 4],
+        [2, 2, 4, 4],
+        [2, 2, 4, 4],
+    ]  # behind single ones a micro-batch twice
 
 
 def test_later_batches_are_checked_too() -> None:
