@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -22,10 +22,11 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CommunicationError
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Lane, Transport
-from lightning_pipe.transport.failures import FailureBoard, default_store
+from lightning_pipe.transport.failures import FailureBoard, default_store, leave
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
 from tests.support.pairs import pairs, slow_but
+from tests.support.processes import outcomes
 from tests.support.threads import ThreadTransport, run_threads, thread_world
 
 FORWARD = Lane("forward")
@@ -221,19 +222,16 @@ def test_a_watchdog_that_stands_still_itself_is_ended_by_python(monkeypatch: pyt
     assert cancelled.is_set()
 
 
-LEAVING = """
-import multiprocessing, time
-from lightning_pipe.transport.failures import leave
-
-worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
-worker.start()
-print(worker.pid)
-leave(3)
-"""
+def leaving(process: int) -> None:
+    sys.stdout = os.fdopen(1, "w")  # buffered, as that of a script into a file is
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    print(worker.pid)
+    leave(3)
 
 
 def test_a_process_that_leaves_at_once_leaves_no_worker() -> None:
-    # the worker would hold the output open, so that this waited for it
-    ended = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 3
-    assert int(ended.stdout)  # buffered, and written in spite of the hurry
+    # the worker would hold the pipe of the answer open, so that this waited for it
+    (ended,) = outcomes(leaving, 1, timeout=30, group_timeout=None)
+    assert str(ended.error) == "Process 0 ended with code 3."
+    assert int(ended.output)  # written in spite of the hurry

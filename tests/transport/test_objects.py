@@ -73,12 +73,8 @@ def copy_of(obj: Any, *, by_reference: bool = False) -> Any:
     return decode(lambda message: message.copy_(next(messages)), CPU)
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_arrives_as_it_was(name: str) -> None:
-    obj = OBJECTS[name]
-
-    def run(transport: ThreadTransport) -> list[Any]:
-        transport.make_groups([MEMBERS])
+def test_each_arrives_as_it_was() -> None:
+    def moved(transport: ThreadTransport, obj: Any) -> list[Any]:
         mine = obj if transport.process == 1 else None
         found = [transport.broadcast_object(mine, 1, MEMBERS), transport.all_gather_object(mine, MEMBERS)[1]]
         if transport.process == 1:
@@ -87,10 +83,16 @@ def test_arrives_as_it_was(name: str) -> None:
             return found
         return [*found, transport.receive_object(1, 7)]
 
+    def run(transport: ThreadTransport) -> dict[str, list[Any]]:
+        transport.make_groups([MEMBERS])
+        return {name: moved(transport, obj) for name, obj in OBJECTS.items()}
+
     received = run_threads(thread_world(Topology(ranks=3)), run)
-    assert received[1][0] is obj
-    assert [len(each) for each in received] == [3, 2, 3]
-    assert all(same(obj, each) for found in received for each in found)
+    for name, obj in OBJECTS.items():
+        of_name = [found[name] for found in received]
+        assert of_name[1][0] is obj, name
+        assert [len(each) for each in of_name] == [3, 2, 3], name
+        assert all(same(obj, each) for found in of_name for each in found), name
 
 
 @pytest.mark.parametrize("by_reference", [False, True])
