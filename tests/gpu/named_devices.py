@@ -18,7 +18,7 @@ from tests.benchmarks.measure import Finding
 from tests.gpu.rows import PLACE, compared
 from tests.gpu.setting import Setting
 
-WIDTH, LAYERS, PARTS, BATCHES = 8, 4, 2, 3
+WIDTH, PARTS = 8, 2
 Between = Callable[[Tensor], Tensor]
 
 
@@ -95,16 +95,17 @@ BETWEEN: dict[str, Between] = {
 
 def run(setting: Setting) -> Iterator[Finding]:
     """A row for each."""
+    layers, batches = (2, 2) if setting.small else (4, 3)
     for name, between in BETWEEN.items():
-        yield compared(name, partial(_differences, between), "1e-6 from one device")
+        yield compared(name, partial(_differences, between, layers, batches), "1e-6 from one device")
 
 
 class Net(nn.Module):
     """Layers with code between them."""
 
-    def __init__(self, between: Between) -> None:
+    def __init__(self, between: Between, layers: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,17 +114,17 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def _differences(between: Between) -> list[str]:
+def _differences(between: Between, layers: int, batches: int) -> list[str]:
     torch.manual_seed(0)
-    net = Net(between).to(PLACE)
+    net = Net(between, layers).to(PLACE)
     plain = copy.deepcopy(net)
     parts = list(torch.randn(PARTS, 4, WIDTH).to(PLACE))
     for part in parts:
         (plain(part) / PARTS).backward()
     transport = SingleProcess(PLACE)
-    pipeline = Pipeline(net, find_layers(net), [1] * LAYERS, schedules.get("1f1b"), transport)
+    pipeline = Pipeline(net, find_layers(net), [1] * layers, schedules.get("1f1b"), transport)
     pipeline.partition()
-    for _ in range(BATCHES):  # the first ones learn
+    for _ in range(batches):  # the first ones learn
         net.zero_grad()
         pipeline.train(lambda _, part: net(part), parts, [1 / PARTS] * PARTS)
     pipeline.restore()

@@ -100,6 +100,7 @@ def train(process: int, replicas: int, tensor: int, sharding: Sharding) -> tuple
         layers="model.model.layers",
         balance="parameters",
         gather_limit=0,
+        compare_losses=False,
     )
     trainer = L.Trainer(
         accelerator="cpu",
