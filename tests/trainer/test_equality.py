@@ -156,6 +156,7 @@ def train(process: int, name: str, point: Point, folder: Path) -> Trace:
         validation=entry.batches(2),
         strategy=PipeStrategy(layers=entry.layers, **options),
         devices=point.ranks * point.replicas,
+        num_sanity_val_steps=0,
         # Lightning's own sampler would shuffle
         use_distributed_sampler=False,
     )

@@ -79,14 +79,15 @@ def test_a_short_batch_is_cut_into_fewer(schedule: str) -> None:
 
 def test_one_sample_each_is_left_to_whoever_asks_for_it() -> None:
     images = Normalised(images=True)
-    assert fit(images, 12, micro_batches=8) == []
+    asked = {"micro_batches": 8, "compare_losses": False}
+    assert fit(images, 12, **asked) == []
     assert set(images.counts) == {1}
     ready = Normalised(images=True)
     batches = [[field[:8] for field in data(8).tensors], [field[:4] for field in data(8).tensors]]
-    assert fit(ready, 0, oracle.loader(batches), micro_batches=8) == []
+    assert fit(ready, 0, oracle.loader(batches), **asked) == []
     assert set(ready.counts) == {1}
     with pytest.raises(ConfigurationError, match=r"(?s)more than one value.*drop_last=True"):
-        fit(Normalised(), 8, micro_batches=8)
+        fit(Normalised(), 8, **asked)
 
 
 def test_frozen_norms_take_single_samples() -> None:

@@ -132,7 +132,7 @@ def all_cases(process: int, devices: int | None, names: list[str], **options: An
         trainer, module, _ = build("plain", devices, **options)
         trainer.callbacks += [writer := Writer(), EarlyStopping("loss_epoch", patience=0, min_delta=0.2)]
         data = DataLoader(Rows(), batch_size=SIZE)
-        trainer.fit(module, loader(rows=9), data)
+        trainer.fit(module, loader(rows=SIZE), data)
         found["fit"] = {"epochs": trainer.current_epoch, "metrics": oracle.numbers(trainer.callback_metrics)}
         found["test"] = trainer.test(module, data, verbose=False)
         with watched() as ahead:
