@@ -25,7 +25,7 @@ from tests.support import processes
 from tests.support.trainer_runs import QUIET, quiet
 
 WIDTH, LAYERS, SAMPLES = 32, 8, 16
-ENOUGH, CHECKED = 8, frozenset([0])
+ENOUGH, CHECKED = 4, frozenset([0])
 """As a run learns it in more batches: that words go without saying, and that the loss is a mean."""
 LEARNING = THOROUGH + 1 + ENOUGH
 """Batches that learn: what travels, whether the loss is a mean, which tensors are samples, what goes without saying."""
