@@ -14,10 +14,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.tuner import Tuner
 
 from tests.support.lit_modules import Data, Lit
-from tests.support.trainer_runs import QUIET, quiet
-
-ROWS = 12
-"""A batch of eight, and a short one."""
+from tests.support.trainer_runs import QUIET, ROWS, quiet
 
 
 class Runner:
@@ -38,7 +35,7 @@ class Runner:
         quiet()
         L.seed_everything(7, verbose=False)
         strategy = PipeStrategy(micro_batches=1) if self.devices else "auto"
-        options = {"max_epochs": 1, "default_root_dir": self.folder, **QUIET, **options}
+        options = {"max_epochs": 1, "num_sanity_val_steps": 0, "default_root_dir": self.folder, **QUIET, **options}
         return L.Trainer(accelerator="cpu", devices=self.devices or 1, strategy=strategy, **options)
 
     def fit(self, module: L.LightningModule | None = None, **options: Any) -> L.Trainer:

@@ -109,7 +109,7 @@ class StopsItself(Lit):
     """Asks the Trainer to stop, on one process alone."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 2 and self.trainer.is_global_zero:
+        if batch_idx == 1 and self.trainer.is_global_zero:
             self.trainer.should_stop = True
         return super().training_step(batch, batch_idx)
 
