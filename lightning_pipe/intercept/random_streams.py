@@ -144,6 +144,10 @@ class RandomStreams:
         library_draws.seed_both(self._begun_with)
         self.left_alone.clear()
 
+    def has_drawn(self) -> bool:
+        """Whether code outside layers has drawn since `seed_user_code`, at the end of what that has begun."""
+        return any(self.draws_since(self._begun_with)) or library_draws.moved_since(self._begun_with)
+
     def end_user_code(self) -> None:
         """A run that `seed_user_code` began has ended.
 

@@ -139,7 +139,6 @@ class _Trial(Stages):
         seen, crossings = self.seen, {stage + 1: _FAILED}
         if inbound is None or inbound.path != _FAILED.path:
             batch.streams.seed_user_code(micro_batch)
-            before = batch.streams.state()
             try:
                 crossings, result = self.trial(stage, micro_batch, batch, inbound)
                 if not crossings:
@@ -154,7 +153,7 @@ class _Trial(Stages):
             except Exception as error:  # whatever a step may raise that was not made for this
                 lines = str(error).strip().splitlines() or [""]
                 seen.reason = seen.reason or f"two micro-batches together raise {type(error).__name__}: {lines[0]}"
-            seen.drew |= self.functions.drew or batch.streams.state() != before
+            seen.drew |= batch.streams.has_drawn() or self.functions.drew
             for to, left in crossings.items():
                 seen.apart = max(seen.apart, self._apart(batch.signatures[0], stage, to, left))
         return Saved(None, (), {}, None, set(), whole=False), crossings
