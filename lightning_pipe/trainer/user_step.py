@@ -202,7 +202,7 @@ class StepOfBatch:
             raise CutError("internal error: the batch runs again.")
         common = self._user_step
         again = is_recomputing()
-        common.metrics.parts = len(self.micro_batches.parts)
+        common.metrics.share = self.micro_batches.shares[index] if len(self.micro_batches.parts) > 1 else None
         # a run that computes a micro-batch again logs what was logged before
         recording = common.log.recording(self._logged, index, counts=not again)
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone

@@ -173,6 +173,31 @@ def test_a_metric_over_the_last_updates_gets_one_for_each_batch(micro_batches: i
     oracle.assert_equal(fit(found, strategy)[0], fit(plain, "auto")[0])
 
 
+class Averaged(Talkative):
+    """Gives metrics one number for each step, and one for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("numbers", "called", "weighted", "samples")
+        self.means = torch.nn.ModuleDict({name: torchmetrics.MeanMetric() for name in names})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found, count = super().training_step(batch, batch_idx), len(batch[0])
+        self.means["numbers"].update(found["mean"])
+        self.means["called"](found["loss"].detach())
+        self.means["weighted"].update(found["mean"], weight=count)
+        self.means["samples"].update(found["nested"]["pair"][0])
+        for name, metric in self.means.items():
+            self.log(name, metric, on_step=False, on_epoch=True)
+        return found
+
+
+def test_a_mean_metric_counts_the_number_of_each_batch_once() -> None:
+    """The last batch, of five samples, is cut into micro-batches of two samples and of one; metrics add up 32 bits."""
+    strategy = PipeStrategy(stages=2, micro_batches=4)
+    oracle.assert_equal(fit(Averaged(), strategy)[0], fit(Averaged(), "auto")[0], tolerance=1e-6)
+
+
 def test_hooks_get_lists_of_counts() -> None:
     module = Talkative(extra=True)
     fit(module, PipeStrategy(stages=2, micro_batches=4))

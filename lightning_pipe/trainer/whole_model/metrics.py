@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
@@ -39,14 +40,15 @@ class Metrics:
 
     Attributes:
         alike: whether all ranks run the whole of the step that is under way.
-        parts: the micro-batches of its batch.
+        share: what its micro-batch counts in the batch; ``None``: it has the whole batch.
 
     Raises:
         ConfigurationError: a metric is part of what some ranks alone run.
     """
 
     def __init__(self, pipeline: Pipeline, world: World) -> None:
-        self._pipeline, self._world, self.alike, self.parts = pipeline, world, False, 1
+        self._pipeline, self._world, self.alike = pipeline, world, False
+        self.share: float | None = None
         module = pipeline.module
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
@@ -78,7 +80,7 @@ class Metrics:
             found.append(replaced(metric, "compute", self._compute(metric, metric.compute)))
             # ungated: torchmetrics or the user may pickle the metric with these
             if self._world.replicas is None:
-                found.append(replaced(metric, "distributed_available_fn", _never, gated=False))
+                found.append(replaced(metric, "distributed_available_fn", bool, gated=False))  # never
             elif metric.dist_sync_fn is None and metric.process_group is None:
                 found.append(replaced(metric, "dist_sync_fn", gather, gated=False))
         with ExitStack() as changed:
@@ -125,12 +127,15 @@ class Metrics:
     def _update(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._touch(metric)
-            if self._world.local and self.parts > 1 and isinstance(metric, Running):
+            given = (*args, *kwargs.values())
+            if self._world.local and self.share is not None and isinstance(metric, Running):
                 raise ConfigurationError(
                     f"`self.{self.names[id(metric)]}` keeps the last values that it was given. The step gives it one "
                     "for each micro-batch, so its window holds fewer batches than on one device.",
                     hint="Update the metric in on_train_batch_end, or use PipeStrategy(micro_batches=1).",
                 )
+            if self.share is not None and isinstance(metric, MeanMetric) and len(given) == 1 and np.ndim(given[0]) == 0:
+                return update(given[0], self.share)  # one number, such as a loss: the batch's one counts once
             return update(*args, **kwargs)
 
         return wrapper
@@ -178,10 +183,6 @@ def _merge(metric: Metric, states: Sequence[State]) -> State:
             stacked = torch.stack([value.to(metric.device) for value in values])
             merged[name] = stacked if reduction is None else reduction(stacked)
     return merged, sum(count for _, count in states)
-
-
-def _never() -> bool:
-    return False
 
 
 def _gather(default: Any, tensor: Tensor, group: Any | None = None) -> list[Tensor]:
