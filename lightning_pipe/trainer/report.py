@@ -108,7 +108,8 @@ class Report:
             built=self.built,
         )
         plan = replace(made, bubble=self._bubble(batch.micro_batches), notes=(*self.notes, *notes, *made.notes))
-        self.module.print(plan_text(plan))
+        if self.module.trainer.is_global_zero:  # to draw its tables takes longer than a small batch
+            self.module.print(plan_text(plan))
         return plan
 
     def end(self) -> None:
