@@ -99,7 +99,8 @@ def quiet() -> None:
     """Silence what Lightning prints about itself."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        for handler in logging.getLogger(name).handlers:  # a logger's level clears what all loggers remember
+            handler.setLevel(logging.ERROR)
 
 
 @contextmanager
