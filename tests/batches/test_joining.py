@@ -178,7 +178,7 @@ class Averaged(Talkative):
 
     def __init__(self) -> None:
         super().__init__()
-        names = ("numbers", "called", "weighted", "samples")
+        names = ("numbers", "called", "weighted", "samples", "in_hook")
         self.means = torch.nn.ModuleDict({name: torchmetrics.MeanMetric() for name in names})
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -191,11 +191,44 @@ class Averaged(Talkative):
             self.log(name, metric, on_step=False, on_epoch=True)
         return found
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.means["in_hook"].update(outputs["loss"])
+
 
 def test_a_mean_metric_counts_the_number_of_each_batch_once() -> None:
     """The last batch, of five samples, is cut into micro-batches of two samples and of one; metrics add up 32 bits."""
     strategy = PipeStrategy(stages=2, micro_batches=4)
     oracle.assert_equal(fit(Averaged(), strategy)[0], fit(Averaged(), "auto")[0], tolerance=1e-6)
+
+
+class Unknown(Talkative):
+    """Counts rows in the step, by a metric that is no module of it when the run begins."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.listed, self.found = where, [torchmetrics.SumMetric()], 0.0
+        self.tracker = torchmetrics.MetricTracker(torchmetrics.SumMetric(), maximize=True)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+        self.later = torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        metrics = {"list": self.listed[0], "tracker": self.tracker, "later": self.later}
+        metrics.get(self.where, torchmetrics.SumMetric()).update(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("where", ["list", "tracker", "later"])
+def test_a_step_updates_metrics_that_are_known_when_the_run_begins(where: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)updates a SumMetric that was no module.*Make it in __init__"):
+        fit(Unknown(where), PipeStrategy(stages=2, micro_batches=4))
+
+
+def test_a_step_may_make_metrics() -> None:
+    oracle.assert_equal(
+        fit(Unknown("step"), PipeStrategy(stages=2, micro_batches=4))[0], fit(Unknown("step"), "auto")[0]
+    )
 
 
 def test_hooks_get_lists_of_counts() -> None:

@@ -29,6 +29,7 @@ from tests.support.user_modules import (
     BuiltInSetup,
     ClippedInParts,
     Combined,
+    Counts,
     Finetuned,
     HeadInSetup,
     Means,
@@ -205,7 +206,7 @@ CASES: dict[str, Case] = {
     "finetuned_stream": Case(
         Thawed, Streamed, callbacks=[Finetuned], trainer={"max_epochs": 3, "gradient_clip_val": 0.1}
     ),
-    "hooks": Case(SeveralHooks, TwoValidationLoaders),
+    "hooks": Case(SeveralHooks, TwoValidationLoaders, callbacks=[Counts]),
     "early_stopping": Case(
         callbacks=[lambda: callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0)], trainer={"max_epochs": 4}
     ),

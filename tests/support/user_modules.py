@@ -137,6 +137,27 @@ class ClippedInParts(Lit):
         nn.utils.clip_grads_with_norm_(self.parameters(), float(gradient_clip_val), norm.float())
 
 
+class Counts(callbacks.Callback):
+    """Counts rows by metrics of its own, of which one is copied in every epoch."""
+
+    def __init__(self) -> None:
+        self.rows, self.tracked = (
+            torchmetrics.SumMetric(),
+            torchmetrics.MetricTracker(torchmetrics.SumMetric(), maximize=True),
+        )
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.tracked.increment()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for metric in (self.rows, self.tracked):
+            metric.update(len(batch[0]))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("rows_of_callback", self.rows.compute())
+        module.log("rows_of_epoch", self.tracked.compute())
+
+
 class Finetuned(callbacks.BaseFinetuning):
     """Trains the embedding from the second epoch on, and two layers from the third."""
 

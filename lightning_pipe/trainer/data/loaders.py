@@ -71,13 +71,7 @@ class Loaders:
 
 def _limit(trainer: Any) -> float:
     """The batches that Lightning asks of a loader."""
-    if trainer.sanity_checking:
-        limit = trainer.num_sanity_val_steps
-    elif trainer.validating:
-        limit = trainer.limit_val_batches
-    elif trainer.testing:
-        limit = trainer.limit_test_batches
-    else:
-        limit = trainer.limit_predict_batches if trainer.predicting else trainer.limit_train_batches
+    prefix = trainer.state.stage.dataloader_prefix
+    limit = trainer.num_sanity_val_steps if trainer.sanity_checking else getattr(trainer, f"limit_{prefix}_batches")
     # a part of a dataset of unknown length is all of it
     return limit if isinstance(limit, int) else float("inf")

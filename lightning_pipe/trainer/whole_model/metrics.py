@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from lightning_pipe.engine.pipeline import Pipeline
@@ -24,7 +22,7 @@ from lightning_pipe.trainer.world import World
 
 State = tuple[dict[str, Any], int]
 
-_forward, _reset = Metric.forward, Metric.reset
+_forward, _reset, _sync, _set_attribute = Metric.forward, Metric.reset, Metric.sync, Metric.__setattr__
 
 
 class Metrics:
@@ -73,16 +71,11 @@ class Metrics:
     def installed(self) -> Iterator[None]:
         """Around a run: take over synchronisation, and see what steps do to metrics."""
         metric: Any
-        gather = functools.partial(_gather, self._world.replicas)
         found = [replaced(Metric, "forward", self._forward), replaced(Metric, "reset", self._reset)]
+        found += [replaced(Metric, "sync", self._sync), replaced(Metric, "__setattr__", self._set_attribute)]
         for metric in self._metrics:
             found.append(replaced(metric, "update", self._update(metric, metric.update)))
             found.append(replaced(metric, "compute", self._compute(metric, metric.compute)))
-            # ungated: torchmetrics or the user may pickle the metric with these
-            if self._world.replicas is None:
-                found.append(replaced(metric, "distributed_available_fn", bool, gated=False))  # never
-            elif metric.dist_sync_fn is None and metric.process_group is None:
-                found.append(replaced(metric, "dist_sync_fn", gather, gated=False))
         with ExitStack() as changed:
             for each in found:
                 changed.enter_context(each)
@@ -114,6 +107,25 @@ class Metrics:
         self._touch(metric)
         _reset(metric)
 
+    def _sync(self, metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kw: Any) -> None:
+        """Over the replicas alone. The ranks of a pipeline have counted the same in callbacks and lists."""
+        group = process_group or metric.process_group or self._world.replicas
+        if self._world.replicas is not None:
+            _sync(metric, dist_sync_fn, group, *args, **kw)
+
+    def _set_attribute(self, metric: Metric, name: str, value: Any) -> None:
+        """Refuse updates by a step of what no rank can undo, adopt or compute with the others."""
+        if name == "_update_count" and self._world.local and id(metric) not in self.names:
+            if name not in vars(metric):
+                vars(metric)["made_by_step"] = True
+            elif "made_by_step" not in vars(metric):
+                raise ConfigurationError(
+                    f"The step updates a {type(metric).__name__} that was no module of the LightningModule when the "
+                    "run began: it is in a list, or was made or copied later, as a MetricTracker does.",
+                    hint="Make it in __init__, as an attribute or in ModuleList, or update it in on_train_batch_end.",
+                )
+        _set_attribute(metric, name, value)
+
     def _check_known(self, metric: Metric) -> None:
         """Raise where a step asks for the result of batches that this rank has not seen."""
         if self.alike or self._forwards or self._pipeline.is_loss_rank:
@@ -127,15 +139,15 @@ class Metrics:
     def _update(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._touch(metric)
-            given = (*args, *kwargs.values())
-            if self._world.local and self.share is not None and isinstance(metric, Running):
+            share, given = self.share if self._world.local else None, (*args, *kwargs.values())
+            if share is not None and isinstance(metric, Running):
                 raise ConfigurationError(
                     f"`self.{self.names[id(metric)]}` keeps the last values that it was given. The step gives it one "
                     "for each micro-batch, so its window holds fewer batches than on one device.",
                     hint="Update the metric in on_train_batch_end, or use PipeStrategy(micro_batches=1).",
                 )
-            if self.share is not None and isinstance(metric, MeanMetric) and len(given) == 1 and np.ndim(given[0]) == 0:
-                return update(given[0], self.share)  # one number, such as a loss: the batch's one counts once
+            if share is not None and isinstance(metric, MeanMetric) and len(given) == 1 and np.ndim(given[0]) == 0:
+                return update(given[0], share)  # one number, such as a loss: the batch's one counts once
             return update(*args, **kwargs)
 
         return wrapper
@@ -183,7 +195,3 @@ def _merge(metric: Metric, states: Sequence[State]) -> State:
             stacked = torch.stack([value.to(metric.device) for value in values])
             merged[name] = stacked if reduction is None else reduction(stacked)
     return merged, sum(count for _, count in states)
-
-
-def _gather(default: Any, tensor: Tensor, group: Any | None = None) -> list[Tensor]:
-    return gather_all_tensors(tensor, group=default if group is None else group)
