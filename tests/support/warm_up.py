@@ -40,7 +40,10 @@ def remember_plugins() -> None:
 
 def warm_up() -> None:
     """Train for one batch: a process's first run computes a third longer than its second."""
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), torch.random.fork_rng():
+    if torch.cuda.is_available():  # a backward pass would begin threads, of which copies have none
+        return
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         logging.disable()
         strategy = PipeStrategy(stages=2, micro_batches=2)
