@@ -190,7 +190,7 @@ def test_the_best_are_those_of_trying_everything() -> None:
     for costs, limit in ((slow, inf), (halved, inf), (profile(), 400.0 * MIB)):
         engine = _Search(Predictor(costs), limit)
         different = {}
-        for one in _candidates(costs, SearchOptions(4, 32)):
+        for one in _candidates(costs, SearchOptions(4, 16)):
             fits = (each for each in engine.ladder(one) if engine.peak(each) <= limit)
             if (fitting := next(fits, None)) is not None:
                 schedule = engine.predictor.schedule(fitting, fitting.micro_batches)
@@ -202,7 +202,7 @@ def test_the_best_are_those_of_trying_everything() -> None:
                 numbers = (fitting.replicas, fitting.samples, fitting.shard_optimizer, fitting.layers)
                 different[order, numbers] = engine.predictor.seconds(fitting)
         times = list(different.values())
-        found = search(costs, 4, 32, memory=None if limit == inf else limit)
+        found = search(costs, 4, 16, memory=None if limit == inf else limit)
         assert [choice.seconds for choice in found.choices] == pytest.approx(sorted(times)[:10])
         assert found.considered >= len(times)
         assert limit < inf or found.simulated < len(times)
