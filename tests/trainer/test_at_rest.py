@@ -48,7 +48,7 @@ def gathered() -> Iterator[list[str]]:
 def trainer_of(devices: int | None, **options: Any) -> L.Trainer:
     strategy: Any = PipeStrategy(**{"micro_batches": 1, "gather_limit": 0, **options}) if devices else "auto"
     # a metric that was reset in inference mode cannot be updated in training (torchmetrics 1.4)
-    quiet = {**QUIET, "inference_mode": False}
+    quiet = {**QUIET, "inference_mode": False, "num_sanity_val_steps": 0}
     return L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, max_epochs=1, **quiet)
 
 

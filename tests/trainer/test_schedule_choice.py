@@ -138,7 +138,7 @@ def train(process: int, folder: str) -> tuple[str, str]:
     told, module = io.StringIO(), Lit()
     module.counts = False  # the schedule has several pipes
     with redirect_stdout(told):
-        L.Trainer(**QUIET, max_epochs=1, strategy=strategy, devices=2).fit(module, Data())
+        L.Trainer(**QUIET, max_epochs=1, strategy=strategy, devices=2).fit(module, Data(16).train_dataloader())
     return strategy.family.label, told.getvalue()
 
 

@@ -142,7 +142,7 @@ def trained(case: Case, folder: Path, *, plain: bool) -> dict[str, Tensor]:
             else PipeStrategy(micro_batches=2, data_parallel_size=case.replicas, **case.strategy),
             callbacks=[*(make() for make in case.callbacks), *more],
             plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if case.scaled else None,
-            **{"max_epochs": 3, **QUIET, **case.trainer},
+            **{"max_epochs": 3, "num_sanity_val_steps": 0, **QUIET, **case.trainer},
         )
 
     def module() -> L.LightningModule:

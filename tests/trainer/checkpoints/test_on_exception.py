@@ -28,7 +28,7 @@ def trainer(folder: Path, **strategy: Any) -> L.Trainer:
         strategy=PipeStrategy(compare_losses=False, **strategy),
         max_epochs=1,
         callbacks=[OnExceptionCheckpoint(folder)],
-        **{**QUIET, "enable_checkpointing": True},
+        **{**QUIET, "limit_val_batches": 0, "enable_checkpointing": True},
     )
 
 

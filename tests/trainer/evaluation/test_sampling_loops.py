@@ -122,7 +122,8 @@ def sampled(process: int, devices: int | None, kinds: list[type[Denoiser]], sche
     for kind in kinds:
         L.seed_everything(7, verbose=False)
         strategy = PipeStrategy(layers="layers", schedule=schedule, micro_batches=2) if devices else "auto"
-        trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, max_epochs=1, **QUIET)
+        options = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
+        trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, **options)
         module = kind().double()
         x = torch.arange(SAMPLES * WIDTH, dtype=torch.float64).view(SAMPLES, WIDTH).sin()
         data = DataLoader(TensorDataset(x, torch.arange(SAMPLES) % 3), batch_size=4)
