@@ -202,13 +202,13 @@ class Ordered(Data):
         self.dtype = dtype
 
     def train_dataloader(self) -> DataLoader:
-        x, y = dataset(28).tensors
+        x, y = dataset(24).tensors
         return DataLoader(TensorDataset(x.to(self.dtype), y), batch_size=8)
 
 
 STAGES = {"micro_batches": 2, "balance": [2, 3], "data_parallel_size": 2, "compare_losses": False}
 DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "1f1b": (STAGES, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "1f1b": (STAGES, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "chimera": ({**STAGES, "schedule": "chimera"}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
     "scaled": (STAGES, {"gradient_clip_val": 0.5}),
 }
@@ -277,7 +277,7 @@ def rounded(process: int, sharded: Sharding, devices: int = 4) -> tuple[oracle.T
         callbacks=[digits],
         **QUIET,
     )
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(module, datamodule=Data(16))
     return oracle.Trace(weights=oracle.state_of(module)), digits.found
 
 
