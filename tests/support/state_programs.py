@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-WIDTH, SAMPLES, BATCH = 3, 12, 4
+WIDTH, SAMPLES, BATCH = 3, 20, 4
 DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).double()
 
 EQUAL = ""

@@ -116,7 +116,7 @@ def several(process: int, cells: Sequence[Cell], compared: bool, accelerator: st
 def left(phase: str, schedule: str, name: str, accelerator: str) -> Left:
     """What a program leaves on this process."""
     options: dict[str, Any] = {"micro_batches": PARTS} if phase == "train" else {}
-    options |= {"compare_losses": schedule == "1f1b" and not PROGRAMS[name].module.mixes}
+    options |= {"compare_losses": not PROGRAMS[name].module.mixes}
     options |= {"process_group_backend": "nccl"} if accelerator == "gpu" else {}
     try:
         strategy = PipeStrategy(layers="layers", **options, **SCHEDULES[schedule])
