@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+LONG = tuple(f"tests/{folder}/" for folder in ("trainer", "sharding", "faults", "recipes", "engine"))
+
 
 @pytest.fixture
 def float64() -> Iterator[None]:
@@ -75,7 +77,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none, and rehearsals where the fake device cannot be built."""
+    """Skip tests that need a GPU where there is none, and rehearsals where the fake device cannot be built.
+
+    The long modules come first: those that run last are short, and no worker waits long for another.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     _skip([item for item in items if item.get_closest_marker("gpu")], _without_cuda)
     _skip([item for item in items if item.get_closest_marker("rehearsed")], _without_rehearsal)
 

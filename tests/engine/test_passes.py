@@ -170,6 +170,7 @@ def test_two_texts_through_one_bert_equal_one_device(run: dict[str, Any]) -> Non
     assert_same(Pairs(), data, 2, passes=2, layers="net.encoder.layer", **run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", SOME)
 def test_albert_with_several_layers_in_its_group_equals_one_device(run: dict[str, Any]) -> None:
     model = Albert(num_hidden_layers=3, inner_group_num=4)
@@ -239,6 +240,7 @@ def test_a_sequence_of_one_module_trains_as_the_error_says(
     assert_same(InSequence(letters, block), batches(2), 2, ranks=2, **options)
 
 
+@pytest.mark.slow
 def test_albert_with_one_layer_equals_one_device() -> None:
     layer = "net.albert.encoder.albert_layer_groups.0.albert_layers.0"
     inside = [f"{layer}.{name}" for name in ("attention", "ffn", "ffn_output")]

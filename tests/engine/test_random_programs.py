@@ -13,6 +13,7 @@ from lightning_pipe.errors import CutError
 from tests.support import oracle
 from tests.support.equality_sweep import Point, evaluated, expected, pipelined, streamed
 from tests.support.model_zoo import Entry
+from tests.support.pairs import slow_but
 from tests.support.random_programs import entry
 
 CHUNK = 25
@@ -96,7 +97,7 @@ def check_evaluation(seeds: range, changes: bool) -> None:
     assert outcomes["equal"] >= 0.7 * outcomes.total(), outcomes
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+@pytest.mark.parametrize("changes", slow_but([False, True], True), ids=["pure", "in_place"])
 def test_random_programs_in_evaluation(changes: bool) -> None:
     check_evaluation(range(2), changes)
 
@@ -143,7 +144,7 @@ def check_streams(seeds: range, changes: bool) -> None:
     assert outcomes["equal"] >= 0.7 * outcomes.total(), outcomes
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+@pytest.mark.parametrize("changes", slow_but([False, True], True), ids=["pure", "in_place"])
 def test_random_programs_in_streams(changes: bool) -> None:
     check_streams(range(changes, len(STREAMED), 7), changes)
 

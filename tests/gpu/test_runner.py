@@ -17,7 +17,7 @@ from tests.gpu.runner import FIRST_SECONDS, PARTS, Part, chosen, run_parts, tabl
 
 # modules of this folder that stand in for parts
 QUICK = Part("standins.quick", "finds one row", 60)
-SLOW = Part("standins.slow", "finds one row and goes on for ever", 4)
+SLOW = Part("standins.slow", "finds one row and goes on for ever", 2)
 
 
 def test_the_first_parts_are_done_in_nine_minutes() -> None:
@@ -42,7 +42,7 @@ def test_results_are_written_as_parts_end(
     results = tmp_path / "results" / "gpu.json"
     assert not run_parts(parts, results, {"torch": "2"}, devices=1, small=True)
     found = json.loads(results.read_text())
-    assert [part["status"] for part in found.values()] == ["done", "ended after 4 s"]
+    assert [part["status"] for part in found.values()] == ["done", "ended after 2 s"]
     for part in found.values():
         assert part["rows"][0]["name"] == "a row"
         assert part["conditions"] == {"torch": "2"}

@@ -143,6 +143,7 @@ def test_a_difference_names_the_call() -> None:
         second.check("mul", 0)
 
 
+@pytest.mark.slow  # the processes of tests/faults hash differently, too
 def test_processes_that_hash_text_differently_agree() -> None:
     code = "from tests.intercept.test_digest import word_after; print(word_after('mul', 'add'))"
     found = subprocess.run(

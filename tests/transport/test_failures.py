@@ -194,7 +194,7 @@ def test_a_position_that_stands_still_is_a_hang(capfd: pytest.CaptureFixture[str
             if transport.rank == 0:
                 transport.receive(torch.zeros(4, dtype=torch.uint8), 1, FORWARD).wait()
             else:
-                threading.Event().wait(3)
+                threading.Event().wait(2)
         finally:
             board.close()
 
