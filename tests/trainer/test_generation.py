@@ -148,7 +148,8 @@ def test_a_static_cache_gives_the_tokens_of_one_device() -> None:
         assert each.value == expected
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_rarer_ways_of_decoding_give_the_tokens_of_one_device(ranks: int) -> None:
     expected = predicted(0, 1, Decodes)
     for each in outcomes(predicted, ranks, timeout=80, devices=ranks, kind=Decodes):

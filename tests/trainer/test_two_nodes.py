@@ -197,17 +197,13 @@ def fit_until(node: int, number: int) -> None:
     trained(strategy, 1, 2, None, Ends(node, number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("node", "number", "words"),
     [
         (1, signal.SIGKILL, r"CommunicationError: Rank 0 could not .* rank 1 .*(closed|reset|gone|left)"),
         # with node 0 goes the store of the agents: that of node 1 may notice it first, say so and end its worker
-        pytest.param(
-            0,
-            signal.SIGKILL,
-            r"CommunicationError: Rank 1 could not .* rank 0 |RendezvousConnectionError",
-            marks=pytest.mark.slow,
-        ),
+        (0, signal.SIGKILL, r"CommunicationError: Rank 1 could not .* rank 0 |RendezvousConnectionError"),
     ],
 )
 def test_a_node_that_dies_ends_the_others(node: int, number: int, words: str) -> None:
