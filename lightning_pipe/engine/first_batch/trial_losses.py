@@ -177,7 +177,8 @@ def _rounding(module: nn.Module, loss: Tensor, autocast: torch.dtype | None) -> 
     """How far losses may differ by rounding, by the coarsest numbers that take part."""
     dtypes = {each.dtype for each in (loss, *module.parameters()) if each.is_floating_point()}
     reduced = loss.device.type != "cpu" and torch.float32 in dtypes
-    return max([_REDUCED * reduced, *(_ROUNDING.get(kind, 2e-3) for kind in {*dtypes, autocast or loss.dtype})])
+    steps = 2 * torch.finfo(loss.dtype).eps if loss.is_floating_point() else 0.0  # of the numbers that it may have
+    return max([steps, _REDUCED * reduced, *(_ROUNDING.get(kind, 2e-3) for kind in {*dtypes, autocast or loss.dtype})])
 
 
 def _least(tensor: Tensor, autocast: torch.dtype | None) -> float:

@@ -246,9 +246,7 @@ def test_own_slices_along_another_dimension() -> None:
     assert losses == pytest.approx(oracle.fit(plain, [batch] * 2, clip=None).losses, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "precision", ["bf16-mixed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16-true", "32-true"))]
-)
+@pytest.mark.parametrize("precision", slow_but(["bf16-mixed", "bf16-true", "32-true"], "bf16-mixed", "bf16-true"))
 def test_rounding_is_no_difference(precision: str) -> None:
     batches = Batches(samples=8).batches
     for loss, times in ((MeanOfSamples, 0), (SumOfTokens, 1)):
@@ -299,7 +297,7 @@ class Looked(MeanOfTokens):
 
 @pytest.mark.parametrize("options", slow_but([{}, {"recompute": "always"}, {"stages": 1}], {}), ids=str)
 def test_the_look_leaves_no_trace(options: dict[str, Any]) -> None:
-    outcomes = []
+    outcomes, Looked.looks = [], 0
     for looks in (False, True):
         module, recorder = Looked(early=0.1), oracle.Recorder()
         L.seed_everything(3, verbose=False)
