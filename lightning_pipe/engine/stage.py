@@ -241,7 +241,8 @@ def _sums(saved: Saved, crossings: Crossings) -> dict[int, tuple[Tensor, float]]
     """A number for each tensor that a run leaves, and by what part of it that of the second run may be another one."""
     found = {number: local(each) for crossing in crossings.values() for number, each in crossing.tensors.items()}
     found |= {-1: saved.loss} if saved.loss is not None else {}
-    floats = {number: each if each.is_floating_point() else each.abs().double() for number, each in found.items()}
+    real = {number: each.abs() if each.is_complex() else each for number, each in found.items()}
+    floats = {number: each if each.is_floating_point() else each.double() for number, each in real.items()}
     return {
         number: (
             # its norm, and less of its sum than that: neither signs nor places cancel

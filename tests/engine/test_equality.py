@@ -70,8 +70,10 @@ def cases(
 
 def fits(entry: Entry, point: Point) -> bool:
     """Whether a model can equal one device at a point."""
-    several = point.replicas > 1 or schedules.get(point.schedule).pipes > 1
-    return entry.threads and (entry.replicas or not several) and BATCH // point.micro_batches >= entry.fewest
+    pipes = schedules.get(point.schedule).pipes > 1
+    several = point.replicas > 1 or pipes
+    allowed = (entry.replicas or not several) and (entry.pipes or not pipes)
+    return entry.threads and allowed and BATCH // point.micro_batches >= entry.fewest
 
 
 @pytest.mark.parametrize(("entry", "point"), cases(MAIN, NAMED, in_turn))
@@ -88,6 +90,10 @@ def test_main_models_with_further_schedules(entry: Entry, point: Point) -> None:
 @pytest.mark.parametrize(("entry", "point"), cases(SMALL, FURTHER))
 def test_small_models_with_further_schedules(entry: Entry, point: Point) -> None:
     check(entry, point)
+
+
+def test_booleans_cross_cuts_of_stages_that_compute_again() -> None:
+    check(ZOO["structures"], Point("gpipe", stages=4, micro_batches=3, recompute="always", steps=1))
 
 
 def with_or_without_replicas(entry: Entry, point: Point) -> bool:

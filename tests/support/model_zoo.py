@@ -61,6 +61,7 @@ class Entry:
         layers: what the user passes as ``layers=``.
         threads: several ranks may live in one process. Not so where random numbers are drawn: threads share generators.
         replicas: runs in which a stage is on several ranks equal one device.
+        pipes: a schedule may have several pipes.
         fewest: samples that a micro-batch must have.
         main: belongs to the full sweep; the others are swept at fewer points.
         tolerance: by how much losses and weights may differ.
@@ -72,6 +73,7 @@ class Entry:
     layers: str | list[str] | None = None
     threads: bool = True
     replicas: bool = True
+    pipes: bool = True
     fewest: int = 1
     main: bool = False
     tolerance: float = 1e-9
@@ -124,7 +126,8 @@ ZOO: dict[str, Entry] = {
         Entry("logs_on_the_way", LogsOnTheWay),
         Entry("unused_outputs", UnusedOutputs),
         Entry("lookups", Lookups, token_batches_of_20, layers="layers"),
-        Entry("weight_norm", WeightNorm, layers="layers"),
+        # that of torch.nn.utils sets a weight in each call, here outside the layers
+        Entry("weight_norm", WeightNorm, layers="layers", pipes=False),
         Entry("recurrent", Recurrent, token_batches_of_20, layers="layers"),
         Entry("statistics", Statistics, replicas=False, fewest=2),
         Entry("noise", Noise, threads=False),
