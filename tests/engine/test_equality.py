@@ -104,7 +104,7 @@ def with_or_without_replicas(entry: Entry, point: Point) -> bool:
 
 @pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]], with_or_without_replicas))
 def test_small_models(entry: Entry, point: Point) -> None:
-    check(entry, replace(point, steps=2))
+    check(entry, point)
 
 
 @pytest.mark.parametrize(

@@ -12,25 +12,10 @@ from contextlib import redirect_stdout
 import lightning as L
 import torch
 from lightning.fabric.utilities import registry
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
+from tests.support.lit_modules import Data, Lit
 from tests.support.oracle import SILENT
-
-
-class _Small(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.layers(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def remember_plugins() -> None:
@@ -48,7 +33,7 @@ def warm_up() -> None:
         logging.disable()
         strategy = PipeStrategy(stages=2, micro_batches=2)
         trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **SILENT)
-        trainer.fit(_Small(), DataLoader(torch.ones(4, 2), batch_size=4))
+        trainer.fit(Lit().double(), Data(8))
     logging.disable(logging.NOTSET)
     gc.collect()
     gc.freeze()
