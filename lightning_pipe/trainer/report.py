@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -56,12 +55,11 @@ class Report:
     _samples: int = 0
     _plan: Plan | None = None
 
-    def batch(self, micro_batches: MicroBatches, of_loaders: Callable[[], tuple[str, ...]], *, chosen: bool) -> None:
+    def batch(self, micro_batches: MicroBatches, *, chosen: bool) -> None:
         """Note a training batch; the first one completes the plan, which is printed.
 
         Args:
             micro_batches: the batch.
-            of_loaders: what is to be said of loaders.
             chosen: whether ``micro_batches="auto"`` has chosen their number.
         """
         if self._plan is None:
@@ -77,7 +75,7 @@ class Report:
                 f"trainer.num_devices counts the {self.module.trainer.num_devices} ranks of this machine; batches side "
                 f"by side: trainer.strategy.num_processes={side_by_side}"
             )
-            notes = (*([counts] if ranks > 1 else []), *uncut, *of_norms, *of_loaders())
+            notes = (*([counts] if ranks > 1 else []), *uncut, *of_norms)
             self._plan = self._announce(equation, notes)
             return
         # in the first batch the ranks also agree on what they send: its time is no measure

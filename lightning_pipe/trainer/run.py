@@ -104,7 +104,6 @@ class PipelineRun:
         self._transforms = any(is_overridden(hook, owner) for hook in _TRANSFORMS for owner in owners)
         self._changed.enter_context(deciding_together(trainer.precision_plugin, self.pipeline))
         if fitting:
-            self._changed.enter_context(self.loaders.order.kept())
             self._changed.callback(self.gradients.end)
             self.gradients.begin(trainer.optimizers)
         self._step = UserStep(self.pipeline, self._world, self.loaders.channel)
@@ -218,7 +217,7 @@ class PipelineRun:
         seed = mix(self._seed, _TRAINING, trainer.fit_loop.epoch_loop.total_batch_idx)
         parts = self._looked_at(self._splitter.split(args[0]), args, seed)
         weights = [weight * scale for weight in self._splitter.weights(parts)]
-        self.report.batch(parts, self.loaders.order.notes, chosen=self._splitter.number == "auto")
+        self.report.batch(parts, chosen=self._splitter.number == "auto")
         return StepOfBatch(self._step, "training_step", args, parts, seed), weights
 
     def _looked_at(self, parts: MicroBatches, args: Sequence[Any], seed: int) -> MicroBatches:

@@ -508,8 +508,6 @@ class PipeStrategy(ParallelStrategy):
             return
         self.world.meet("trainer.save_checkpoint()", outside_step=True)
         checkpoints = self._checkpoints()
-        if self._divided is not None and self._divided.run is not None:
-            self._divided.run.loaders.order.save(checkpoint)
         if self._save_folder:
             with self.sharding.in_parts():  # the optimizers know parameters by their parts
                 checkpoints.save_folder(checkpoint, filepath, self.optimizers)
@@ -536,7 +534,6 @@ class PipeStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints().load_optimizers(checkpoint, self.optimizers)
-        self.run.loaders.order.load(checkpoint)
         optimizers_to_device(self.optimizers, self.root_device)
 
     # ------------------------------------------------------------------ end

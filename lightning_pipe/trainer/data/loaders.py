@@ -10,7 +10,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.trainer.data.order import DataOrder
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import BATCHES, NonBlockingBroadcast
@@ -25,14 +24,12 @@ class Loaders:
 
     Attributes:
         channel: sends batches within the pipeline.
-        order: of shuffled data.
     """
 
     def __init__(self, pipeline: Pipeline, world: World) -> None:
         self._trainer: Any = pipeline.module.trainer
         self._pipeline, self._world = pipeline, world
         self.channel = NonBlockingBroadcast(pipeline.transport)
-        self.order = DataOrder(self._trainer)
 
     def loader(self, dataloader: Any) -> Any:
         """The loader that this rank iterates in the place of the user's."""
