@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -29,10 +30,11 @@ from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding
 from lightning_pipe.construction import check_all_set, deferred_init
 from lightning_pipe.distributions import be_strategy_of_both
+from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.whole_gradients import gradient_norm
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.lightning_internals import optimizers_to_device
+from lightning_pipe.lightning_internals import all_gather_over, optimizers_to_device, reduce_over
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.ownership import named_tensors
 from lightning_pipe.partition import Balance
@@ -359,12 +361,22 @@ class PipeStrategy(ParallelStrategy):
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """Reduce over the replicas; the ranks of a pipeline have the same value already."""
-        return self.world.reduce(tensor, group, reduce_op)
+        group = self.world.replicas if group is None else group
+        if group is None or not isinstance(tensor, Tensor) or is_alone():
+            return tensor
+        with self.world.transport.guarding("reduce a value over the replicas"):
+            return reduce_over(tensor, group, reduce_op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, along a new first dimension; with one replica the tensor itself."""
-        return self.world.all_gather(tensor, group, sync_grads)
+        """Gather from the replicas, along a new first dimension; with one replica the tensor itself, as one device."""
+        group = self.world.replicas if group is None or group is dist.group.WORLD else group
+        if group is None:
+            return tensor
+        if is_alone():
+            return torch.stack([tensor] * self.data_parallel_size)
+        with self.world.transport.guarding("gather a value from the replicas"):
+            return all_gather_over(tensor, group=group, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

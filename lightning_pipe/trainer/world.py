@@ -19,13 +19,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
-from torch.distributed import ReduceOp
 
 from lightning_pipe.config import RankOrder, RunLayout
-from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
-from lightning_pipe.lightning_internals import all_gather_over, reduce_over
 from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.connect import connect, listen_on_loopback
 from lightning_pipe.trainer.launcher import ScriptLauncher
@@ -294,24 +290,6 @@ class World:
             return obj
         shared: T = self.transport.broadcast_object(obj, source, self.everyone)
         return shared
-
-    def reduce(self, value: Any, group: Any | None, op: ReduceOp | str | None) -> Any:
-        """Reduce over the replicas; the ranks of a pipeline have the same value already."""
-        group = self.replicas if group is None else group
-        if group is None or not isinstance(value, Tensor) or is_alone():
-            return value
-        with self.transport.guarding("reduce a value over the replicas"):
-            return reduce_over(value, group, reduce_op=op)
-
-    def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
-        """Gather from the replicas along a new first dimension; one replica gets the tensor itself, as one device."""
-        group = self.replicas if group is None or group is dist.group.WORLD else group
-        if group is not None and is_alone():
-            return torch.stack([tensor] * self.layout.data_parallel_size)
-        if group is None:
-            return tensor
-        with self.transport.guarding("gather a value from the replicas"):
-            return all_gather_over(tensor, group=group, sync_grads=sync_grads)
 
     def agree(self, decision: bool, *, unanimous: bool) -> bool:
         """Whether all processes, or any of them, say yes."""
