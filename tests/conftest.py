@@ -32,7 +32,7 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache() -> Iterator[None]:
-    """What runs store of modules is gone with the tests, and nothing of earlier ones is found.
+    """Profiles that are stored of modules are gone with the tests, and none of earlier ones is found.
 
     Processes of tests begin as copies of this one, from before the first test and with the cache.
     """

@@ -1,4 +1,4 @@
-"""Files for what runs learn of a module, such as its layers' costs and the order of their calls."""
+"""Files for what is known of a module: its layers' costs."""
 
 from __future__ import annotations
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import flop_registry  # FlopCounterMode leaves hooks on parameters (torch 2.13)
 
-from lightning_pipe.partition.cache import cache_path, write_atomically
 from lightning_pipe.torch_internals import TorchDispatchMode, tree_leaves
 
 Layers = list[tuple[str, nn.Module]]
 """Modules with their dotted names."""
-
-MOST = 20_000
-"""Calls in one step that are worth storing: more come from loops, whose number another batch changes."""
 
 
 @dataclass
@@ -169,60 +162,6 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-class CallStore:
-    """The calls of a module's steps on disk, by the name of the step.
-
-    A module is known as by `cache_path`, and by the options among its attributes (numbers, strings) before the run:
-    these may decide what is called.
-
-    Args:
-        module: the module.
-        folder: where; by default ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``.
-
-    Attributes:
-        used: whether the layers of this run come from what was stored.
-    """
-
-    def __init__(self, module: nn.Module, folder: str | Path | None = None) -> None:
-        self._module, self._folder, self.used = module, folder, False
-
-    @cached_property
-    def path(self) -> Path:
-        """The file, by the module as it is when this is first asked for: most runs never ask."""
-        options = [
-            f"{name}.{option}={value!r}"
-            for name, part in self._module.named_modules()
-            for option, value in vars(part).items()
-            if option != "training" and not option.startswith("_") and isinstance(value, bool | int | float | str)
-        ]
-        return cache_path(self._module, ["calls", *options], ".json", self._folder)
-
-    def forget(self) -> None:
-        """Let the next run look again."""
-        self.path.unlink(missing_ok=True)
-
-    def load(self) -> dict[str, list[Call]]:
-        """The calls by the name of the step; empty where nothing is stored."""
-        try:
-            stored = json.loads(self.path.read_text())
-            return {step: [_call(each) for each in calls] for step, calls in stored.items()}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            warnings.warn(f"{self.path} cannot be read, the order of calls in it is ignored: {error!r}.", stacklevel=2)
-            return {}
-
-    def save(self, step: str, calls: Sequence[Call]) -> None:
-        """Store the calls of a step beside those of the others."""
-        stored = {**self.load(), step: calls}
-        if sum(1 for _ in every_call(calls)) <= MOST:
-            content = {name: [_plain(each) for each in of_step] for name, of_step in stored.items()}
-            try:
-                write_atomically(self.path, json.dumps(content))
-            except OSError as error:  # which costs what is known, not the run
-                warnings.warn(f"The order of calls cannot be stored: {error}.", stacklevel=2)
-
-
 def in_words(calls: Sequence[Call], most: int = 12) -> str:
     """The order of calls as an error tells it.
 
@@ -281,17 +220,3 @@ def _is_one_layer(module: nn.Module) -> bool:
     own = type(module).__module__.startswith("torch.nn.")
     open_ones = nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder
     return is_compiled_module(module) or (own and not isinstance(module, open_ones))
-
-
-def _plain(call: Call) -> list[Any]:
-    return [call.name, call.work, [_plain(each) for each in call.calls]]
-
-
-def _call(stored: Any) -> Call:
-    name, work, calls = stored
-    return Call(str(name), float(work), [_call(each) for each in calls])
-
-
-def of_step(stored: Mapping[str, list[Call]], step: str) -> list[Call] | None:
-    """The stored calls by which a module is divided for a step: a training step's, if there are any, serve all."""
-    return stored.get("training_step") or (None if step == "training_step" else stored.get(step))

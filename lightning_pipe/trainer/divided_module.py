@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -18,7 +17,7 @@ from lightning_pipe.construction import deferred_init, initialise_meta, is_defer
 from lightning_pipe.engine import undivided
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.refusals import check_module
-from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
+from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, check_norms
 from lightning_pipe.partition import (
     AUTO,
@@ -29,7 +28,7 @@ from lightning_pipe.partition import (
     known_layers,
     layer_costs,
 )
-from lightning_pipe.partition.calls import Call, CallStore, of_step, work_of
+from lightning_pipe.partition.calls import Call, work_of
 from lightning_pipe.partition.choice import MOST_PASSES, Chosen, choose, line, serves
 from lightning_pipe.patches import replaced, unheard
 from lightning_pipe.planning.layer_sizes import stored
@@ -41,16 +40,10 @@ from lightning_pipe.torch_internals import ConvNd
 from lightning_pipe.trainer.at_rest import forget, refuse_export, resting, resume_divided, size_of
 from lightning_pipe.trainer.checks import check_copies
 from lightning_pipe.trainer.report import Report
-from lightning_pipe.trainer.run import FIRST_STEPS, PipelineRun
+from lightning_pipe.trainer.run import PipelineRun
 
 if TYPE_CHECKING:
     from lightning_pipe.trainer.strategy import PipeStrategy
-
-_FORGOTTEN = (
-    "The layers of this run are those that an earlier run of the same module has called. That is forgotten now: if the "
-    "module calls others, or in another order, run it again, and its first batch shows them."
-)
-"""What an error says where the stored order may be the reason."""
 
 
 class DividedModule:
@@ -71,7 +64,6 @@ class DividedModule:
         self._seed, self._changed = seed, changed
         self.run: PipelineRun | None = None
         self._at_once = options.sharding.at_once(module)
-        self._calls = CallStore(module)  # what earlier runs of the module have called
         self._known: tuple[list[str], list[str]] = [], []
 
     @contextmanager
@@ -131,15 +123,13 @@ class DividedModule:
             before: a division that the module has already.
         """
         module, world, options = self._module, self._world, self._options
-        trainer = module.trainer
-        every = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+        every = module.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         check_norms(module, world.layout.world_size, every=every)
         try:
             check_module(module)
             if later and not known_layers(module, options.layers):  # modules may be missing
                 return
-            self._calls = CallStore(module)
-            chosen = self._find(FIRST_STEPS[trainer.state.fn or TrainerFn.FITTING])
+            chosen = self._find()
         except PartitionError:
             if later:
                 return
@@ -169,19 +159,10 @@ class DividedModule:
         self.run = PipelineRun(options, report, self._seed, late)
         self._known = names_of(module, options.layers)
 
-    def forget_calls(self, error: BaseException) -> None:
-        """After an error about cuts: forget the calls of an earlier run by which this one was divided, and say so."""
-        if self._calls.used and isinstance(error, CutError | PartitionError):
-            self._calls.forget()
-            error.add_note(_FORGOTTEN)
-
     # ------------------------------------------------------------------ which layers, and how many for each stage
 
-    def _find(self, step: str) -> Chosen | None:
-        """The layers of the module. Collective over all processes, where an earlier run may have shown them.
-
-        Args:
-            step: the first step that counts in this run.
+    def _find(self) -> Chosen | None:
+        """The layers of the module. Collective over all processes, where the first batch may show them.
 
         Returns:
             ``None`` if the first batch is to show them: then every rank holds the whole module until then.
@@ -194,34 +175,24 @@ class DividedModule:
         if before is not None and named is None:
             return Chosen(before.layers)
         clear = known_layers(module, named)
-        by_name = named is not None and not self._asks_for_work(clear)
+        by_name = named is not None and (before is not None or not self._asks_for_work(clear))
         if clear and (by_name or self._at_once):
             return Chosen(clear)
-        known = self._calls.load(), may_be_whole(module, world.transport.device)
-        stored, whole = world.broadcast(known if world.transport.process == 0 else ({}, False), 0)
-        calls = of_step(stored, step)
-        if calls is None and whole and not self._at_once:
+        whole = world.broadcast(may_be_whole(module, world.transport.device), 0)
+        if whole and not self._at_once:
             return None
-        if calls is None and not clear:  # another step is better than a guess
-            calls = next(iter(stored.values()), None)
-        if calls is not None:
-            self._calls.used = True
-            return self._choose(calls)
-        return Chosen(clear or find_layers(module, None, self._world.layout.stages))
+        return Chosen(clear or find_layers(module, None, world.layout.stages))
 
-    def _by_first_batch(self, pipeline: Pipeline, step: str, calls: list[Call]) -> Report:
+    def _by_first_batch(self, pipeline: Pipeline, calls: list[Call]) -> Report:
         """Divide a module that is whole on all ranks by what its first batch has called.
 
         Args:
             pipeline: the module over the ranks.
-            step: the step of the batch.
             calls: what it has called.
 
         Raises:
             PartitionError: it has called fewer layers than there are stages.
         """
-        if self._world.transport.process == 0:
-            self._calls.save(step, calls)
         return self._cut(self._choose(calls), whole=pipeline)
 
     def _choose(self, calls: Sequence[Call]) -> Chosen:

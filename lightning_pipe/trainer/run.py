@@ -40,13 +40,6 @@ from lightning_pipe.trainer.whole_model.precision import deciding_together, loss
 if TYPE_CHECKING:
     from lightning_pipe.trainer.strategy import PipeStrategy
 
-FIRST_STEPS = {
-    TrainerFn.FITTING: "training_step",
-    TrainerFn.VALIDATING: "validation_step",
-    TrainerFn.TESTING: "test_step",
-    TrainerFn.PREDICTING: "predict_step",
-}
-"""The step that says in which order a run calls layers."""
 _TRANSFORMS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _TRAINING, _EVALUATION, _TRANSFER = range(3)
 """What a stream of random numbers is for."""
@@ -78,7 +71,7 @@ class PipelineRun:
         options: PipeStrategy,
         report: Report,
         seed: int,
-        late: Callable[[str, list[Call]], Report] | None,
+        late: Callable[[list[Call]], Report] | None,
     ) -> None:
         self.report, self.late, world = report, late, options.world
         pipeline = self.pipeline = report.pipeline
@@ -167,7 +160,7 @@ class PipelineRun:
         late, self.late = self.late, None
         if late is None:
             return
-        report = late(name, self._world.broadcast(self._look(name, args), 0))
+        report = late(self._world.broadcast(self._look(name, args), 0))
         self.end()
         report.notes = self.report.notes + report.notes
         self.report = report

@@ -557,8 +557,6 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._divided is not None:
-            self._divided.forget_calls(exception)
         self.world.fail(exception)
 
     @override

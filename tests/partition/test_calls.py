@@ -1,15 +1,14 @@
-"""What a step calls: recorded, counted, stored, told."""
+"""What a step calls: recorded, counted, told."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.partition.calls import Call, CallStore, in_order, in_words, of_step, recorded, registered, work_of
+from lightning_pipe.partition.calls import Call, in_order, in_words, recorded, registered, work_of
 
 
 class Block(nn.Module):
@@ -75,29 +74,6 @@ def test_registration_is_a_guess_of_the_order() -> None:
     assert [call.name for call in calls] == ["out", "blocks.0", "blocks.1", "rnn"]
     assert [part.name for part in calls[1].calls] == ["blocks.0.second", "blocks.0.first"]
     assert [call.work for call in calls] == [10.0, 58.0, 58.0, 120.0]
-
-
-def test_what_is_stored_is_found_again_by_the_same_code_alone(tmp_path: Path) -> None:
-    calls = [Call("a", 3.0, [Call("a.b", 2.0)]), Call("c", 1.0)]
-    CallStore(Net(), tmp_path).save("training_step", calls)
-    CallStore(Net(), tmp_path).save("predict_step", calls[:1])
-    stored = CallStore(Net(), tmp_path).load()
-    assert stored == {"training_step": calls, "predict_step": calls[:1]}
-    assert of_step(stored, "validation_step") == calls, "a run is divided as a training is, if that is known"
-
-    class Edited(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * 2
-
-    assert CallStore(Edited(), tmp_path).load() == {}
-    net = Net()
-    net.blocks[0].skips = True
-    assert CallStore(net, tmp_path).load() == {}, "another option may decide what is called"
-    CallStore(Net(), tmp_path).path.write_text("[1, 2]")
-    with pytest.warns(UserWarning, match="cannot be read"):
-        assert CallStore(Net(), tmp_path).load() == {}
-    CallStore(Net(), tmp_path).forget()
-    assert not CallStore(Net(), tmp_path).path.exists()
 
 
 def test_order_and_words() -> None:

@@ -164,6 +164,7 @@ def test_a_profile_is_kept_by_the_module_and_checked_for_the_conditions(cache: P
     other = Net()
     other.layers.append(Layer())
     assert load(other) is None
+    assert load(type("Net", (Net,), {"forward": lambda self, x: 2 * Net.forward(self, x)})()) is None, "other code"
     net.layers[0].requires_grad_(False)
     found = load()
     assert found is not None

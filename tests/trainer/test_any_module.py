@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import os
 import re
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import pytest
@@ -50,9 +49,8 @@ def fit(name: str, strategy: str, devices: int) -> dict[str, Any]:
     }
 
 
-def fits(process: int, names: list[str], strategy: str, devices: int, cache: str) -> list[Any]:
+def fits(process: int, names: list[str], strategy: str, devices: int) -> list[Any]:
     """Several trainings in one world; what went wrong in the place of what they leave."""
-    os.environ["LIGHTNING_PIPE_CACHE"] = cache
     return [fit(name, strategy, devices) for name in names]
 
 
@@ -95,14 +93,14 @@ def cases() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Any]:
+def trained(request: pytest.FixtureRequest) -> Callable[[int, str], Any]:
     """By module what process 0 has, from one world for each number of ranks and each word."""
     cases = asked(request, "ranks", "word", "name")
 
     @functools.cache
     def found(ranks: int, word: str) -> dict[str, dict[str, Any]]:
         names = [name for *way, name in cases if way == [ranks, word]]
-        options = {"strategy": word, "devices": ranks, "cache": str(tmp_path_factory.mktemp("cache"))}
+        options = {"strategy": word, "devices": ranks}
         runs = processes.run_trainers(fits, ranks, timeout=60 + 10 * len(names), names=names, **options)
         return dict(zip(names, runs[0], strict=True))
 
@@ -131,43 +129,10 @@ def uncompared(**options: Any) -> Any:
     return PipeStrategy(compare_losses=False, **options)
 
 
-def looked(process: int, cache: str) -> list[Any]:
-    """Two runs of one module: how often each has run its step here, and whether it has named the layers."""
-    from tests.support.any_modules import Backwards
-
-    os.environ["LIGHTNING_PIPE_CACHE"] = cache
-    quiet()
-    runs: list[str] = []
-
-    class Told(Backwards):
-        def loss(self, x: Tensor, y: Tensor) -> Tensor:
-            runs.append("run")
-            return super().loss(x, y)
-
-    found = []
-    for _ in range(2):
-        runs.clear()
-        module, printed = Told().double(), io.StringIO()
-        options = {**QUIET, "max_epochs": 1, "limit_train_batches": 1}
-        trainer = L.Trainer(accelerator="cpu", devices=2, strategy=uncompared(), **options)
-        with redirect_stdout(printed):
-            trainer.fit(module, module.data())
-        found.append((len(runs), "layers in the order of their calls" in printed.getvalue()))
-    return found
-
-
-@pytest.mark.timeout(120)
-def test_a_known_order_costs_no_run(tmp_path: Any) -> None:
-    (first, _), (second, said) = processes.run_trainers(looked, 2, timeout=100, cache=str(tmp_path))[0]
-    assert first == second + 1
-    assert said, "the plan has the line to paste in every run"
-
-
-def elsewhere(process: int, method: str, cache: str) -> Any:
+def elsewhere(process: int, method: str) -> Any:
     """The first run of a module is no training."""
     from tests.support.any_modules import Backwards
 
-    os.environ["LIGHTNING_PIPE_CACHE"] = cache
     quiet()
     L.seed_everything(7, verbose=False)
     module = Backwards().double()
@@ -180,10 +145,10 @@ def elsewhere(process: int, method: str, cache: str) -> Any:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", [pytest.param("validate", marks=pytest.mark.slow), "predict"])
-def test_the_first_run_may_be_an_evaluation(method: str, tmp_path: Any) -> None:
+def test_the_first_run_may_be_an_evaluation(method: str) -> None:
     from tests.support.any_modules import Backwards
 
-    found, weights = processes.run_trainers(elsewhere, 2, timeout=100, method=method, cache=str(tmp_path))[0]
+    found, weights = processes.run_trainers(elsewhere, 2, timeout=100, method=method)[0]
     L.seed_everything(7, verbose=False)
     module = Backwards().double()
     trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **QUIET)
@@ -195,11 +160,10 @@ def test_the_first_run_may_be_an_evaluation(method: str, tmp_path: Any) -> None:
         torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9)
 
 
-def resumed(process: int, path: str, cache: str) -> dict[str, Tensor]:
+def resumed(process: int, path: str) -> dict[str, Tensor]:
     """A training that goes on from the checkpoint of one device: averages of weights and momentum with it."""
     from tests.support.any_modules import Backwards
 
-    os.environ["LIGHTNING_PIPE_CACHE"] = cache
     quiet()
     module = Backwards().double()
     averages = L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
@@ -225,7 +189,7 @@ def test_a_resumed_fit_goes_on_with_its_optimizer_and_averages(tmp_path: Any) ->
     path = tmp_path / "one.ckpt"
     on_one_device(1)[0].save_checkpoint(path)
     _, expected = on_one_device(2, path)
-    found = processes.run_trainers(resumed, 2, timeout=100, path=str(path), cache=str(tmp_path))[0]
+    found = processes.run_trainers(resumed, 2, timeout=100, path=str(path))[0]
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9)
 
@@ -270,6 +234,26 @@ def test_convolutions_are_balanced_by_their_work() -> None:
     )
     assert balanced is not None
     assert float(balanced[1]) < 1.2
+
+
+def fitted_twice(process: int, devices: int = 2) -> list[float]:
+    """The losses of two runs of one module, which stays divided between them."""
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module, recorder = MODULES["ResidualSequence"]().double(), oracle.Recorder()
+    for _ in range(2):
+        strategy = uncompared(layers="net", gather_limit=0) if devices > 1 else "auto"
+        options = {**QUIET, "max_epochs": 1, "limit_train_batches": 2, "callbacks": [recorder]}
+        trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **options)
+        with redirect_stdout(io.StringIO()):
+            trainer.fit(module, module.data())
+    return recorder.trace.losses
+
+
+@pytest.mark.timeout(120)
+def test_a_run_goes_on_with_the_division_that_an_earlier_one_has_balanced_by_work() -> None:
+    found = processes.run_trainers(fitted_twice, 2, timeout=100)[0]
+    assert found == pytest.approx(fitted_twice(0, devices=1), abs=1e-9)
 
 
 class _Cells(MODULES["Recurrent"]):  # type: ignore[misc]
@@ -376,26 +360,3 @@ def test_a_module_that_nobody_has_whole_ends_where_it_calls_layers_in_another_or
     for told, loss in processes.run_trainers(built_in_parts, 2, timeout=60, sanity=sanity):
         assert re.search(r"(?s)'decoder.0' is called behind 'encoder.2'.*in that order: layers=\[...\]", told)
         assert loss == pytest.approx(float(trainer.callback_metrics["val_loss"]), abs=1e-9)
-
-
-class _Flipped(MODULES["TwoTowers"]):  # type: ignore[misc]
-    """What decides the order is no option that could be seen."""
-
-    order: ClassVar = [False]
-
-    def forward(self, x: Tensor) -> Tensor:
-        towers = [self.right, self.left] if self.order[0] else [self.left, self.right]
-        first = towers[0](x[:, 4:])
-        return torch.cosine_similarity(towers[1](x[:, :4]), first)
-
-
-def test_a_stored_order_that_has_changed_is_forgotten(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_PIPE_CACHE", str(tmp_path))
-    monkeypatch.setitem(MODULES, "Flipped", _Flipped)
-    for order in (False, True):
-        _Flipped.order[0] = order
-        if order:
-            with pytest.raises(CutError, match=r"is called behind") as caught:
-                one_process("Flipped")
-            assert "That is forgotten now" in " ".join(caught.value.__notes__)
-        one_process("Flipped")
