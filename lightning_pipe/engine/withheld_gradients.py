@@ -70,9 +70,8 @@ class _ReturnedGradients(torch.autograd.Function):
         gradients, withheld.gradients, ctx.withheld = withheld.gradients, [], None
         factor = outputs[0] / withheld.scale
         # on an accelerator a look at the factor would wait for the device
-        if factor.device.type != "cpu" or factor.item() != 1.0:
-            for same in _by_dtype(map(local, gradients)):
-                foreach_mul_(same, factor.to(same[0]))
+        if gradients and (factor.device.type != "cpu" or factor.item() != 1.0):
+            foreach_mul_([local(each) for each in gradients], factor)  # of several types, too
         return (None, None, None, *gradients)
 
 
@@ -107,10 +106,3 @@ def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -
             hooks.update(kept)
         for parameter, gradient in zip(trainable, before, strict=True):
             parameter.grad = gradient
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return groups.values()

@@ -125,7 +125,21 @@ def test_no_second_copy_of_the_gradients() -> None:
 def test_rank_without_trainable_parameters() -> None:
     with withheld_gradients([nn.Parameter(torch.zeros(2), requires_grad=False)]) as held:
         pass
-    held.loss(1.5, torch.float32, CPU).backward()
+    (held.loss(1.5, torch.float32, CPU) / 4).backward()
+
+
+def test_gradients_of_several_types() -> None:
+    types = (torch.bfloat16, torch.float64, torch.complex64)
+    parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in types]
+    table = nn.Embedding(3, 2, sparse=True)
+    with withheld_gradients([*parameters, table.weight]) as held:
+        (sum((each * 8).abs().sum() for each in parameters) + table(torch.tensor([1])).sum() * 8).backward()
+    (held.loss(1.0, torch.float32, CPU) / 4).backward()
+    for parameter in parameters:
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 2))
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0]]
 
 
 def test_parameters_without_gradient_keep_none() -> None:
