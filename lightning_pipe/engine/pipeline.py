@@ -83,7 +83,7 @@ class Pipeline(PartitionedModule):
         self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures: dict[Hashable, int] = {}
         # which calls draw from Python's and NumPy's generators, in evaluations and in training
-        self._draws = LibraryDraws(self.names), LibraryDraws(self.names)
+        self._draws = LibraryDraws(len(self.names)), LibraryDraws(len(self.names))
         self.program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self.names, transport, self.owners)
         if self.deferred_batch_norm and self.synchronous:

@@ -56,7 +56,6 @@ class _Isolated:
         self._states = _states(streams.generators)
         _seed(streams.generators, seed)
         if self._call in streams.quiet:
-            streams.left_alone.add(self._call)
             self._libraries = None
         else:
             self._libraries = library_draws.states()
@@ -91,7 +90,6 @@ class RandomStreams:
         number: that of the batch, from 1 on; 0 where nobody counts.
         generators: the generators of torch that code outside layers draws from.
         quiet: the calls that have streams of torch alone.
-        left_alone: those of them that the run has made so far.
         drew: what `noting_draws` notes; ``None``: nobody asks whether anything is drawn.
     """
 
@@ -100,7 +98,6 @@ class RandomStreams:
     ) -> None:
         self.seed, self._replica, self._replicas, self.draws = seed, replica, replicas, draws
         self.number, self.quiet = (0, frozenset[int]()) if draws is None else draws.begin_batch()
-        self.left_alone = set[int]()
         self.drew: set[bool] | None = None
         self.generators = [torch.default_generator]
         if device.type == "cuda":
@@ -142,22 +139,17 @@ class RandomStreams:
         self._begun_with = mix(self.seed, micro_batch * self._replicas + self._replica)
         _seed(self.generators, self._begun_with)
         library_draws.seed_both(self._begun_with)
-        self.left_alone.clear()
 
     def has_drawn(self) -> bool:
         """Whether code outside layers has drawn since `seed_user_code`, at the end of what that has begun."""
         return any(self.draws_since(self._begun_with)) or library_draws.moved_since(self._begun_with)
 
     def end_user_code(self) -> None:
-        """A run that `seed_user_code` began has ended.
-
-        Raises:
-            CutError: see `LibraryDraws`.
-        """
+        """A run that `seed_user_code` began has ended."""
         if self.drew is not None:
             self.drew |= self.draws_since(self._begun_with)
         if self.draws is not None:
-            self.draws.end_run(self._begun_with, self.left_alone)
+            self.draws.end_run(self._begun_with)
 
     def state(self) -> tuple[object, ...]:
         """The state of all generators, to be compared: whether numbers have been drawn."""
