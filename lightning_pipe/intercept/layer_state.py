@@ -46,7 +46,7 @@ from lightning_pipe.intercept.numbers import next_token
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
-from lightning_pipe.intercept.snapshot import MISSING, Change, Snapshot, is_compared
+from lightning_pipe.intercept.snapshot import MISSING, Change, Snapshot, hooks_of, is_compared, put_hooks
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
@@ -62,10 +62,12 @@ class FirstRun:
     Args:
         around: the LightningModule before it.
         formers: of layers, what was there before this run and later ones have set it, and the statistics of norms.
+        hooks: of all modules before it.
     """
 
     around: Snapshot
     formers: dict[Key, Any]
+    hooks: list[tuple[Any, Any]]
 
 
 class LayerState:
@@ -190,7 +192,7 @@ class LayerState:
 
     def begin_first(self) -> FirstRun:
         """A run begins that is to run again."""
-        first = FirstRun(Snapshot(self.around), {})
+        first = FirstRun(Snapshot(self.around), {}, hooks_of(self.modules.values()))
         self._first.add(first)
         return first
 
@@ -207,15 +209,17 @@ class LayerState:
 
     @contextmanager
     def restored(self, first: FirstRun) -> Iterator[None]:
-        """Around a second run: what has been set since the first one has the value that this has found."""
-        around = Snapshot(self.around)
+        """Around a second run: what has been set or registered since the first one is as this has found it."""
+        around, hooks = Snapshot(self.around), hooks_of(self.modules.values())
         # other micro-batches may have changed these since, and graphs may hold what they are now
         first.around.undo(for_now=True)
+        put_hooks(first.hooks)
         before = put_all(first.formers)
         try:
             yield
         finally:
             put_all(before)
+            put_hooks(hooks)
             around.undo()
 
     # ------------------------------------------------------------------ what the step sets

@@ -2,8 +2,8 @@
 
 The second run is the user's own step once more, from the same inputs. Random streams derive from the micro-batch and
 the layer, so masks are the same. It finds what the first run has found: the attributes of the LightningModule, those
-that have been set in layers since, and the statistics of batch norms. Of all else nobody keeps the former value: a
-layer must not change it in place.
+that have been set in layers since, hooks, and the statistics of batch norms. Of all else nobody keeps the former value:
+a layer must not change it in place.
 Source: GPipe, arXiv:1811.06965v5, section 2.3.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -57,6 +57,19 @@ def refill(container: Any, content: Any) -> None:
     """Let a dictionary, list, deque or set, the same object, hold what another one does."""
     container.clear()
     container.update(content) if isinstance(container, dict | set) else container.extend(content)
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+    """What holds the hooks of modules, each with what is in it now."""
+    found = (held for part in modules for name, held in vars(part).items() if "_hooks" in name)
+    return [(held, dict(held)) for held in found if isinstance(held, dict)]
+
+
+def put_hooks(hooks: Iterable[tuple[Any, Any]]) -> None:
+    """Let the hooks be those that `hooks_of` has found."""
+    for held, kept in hooks:
+        if held.keys() != kept.keys():
+            refill(held, kept)
 
 
 Found = tuple[Any, Change]
@@ -308,12 +321,7 @@ class Snapshot:
         buffers: whether buffers count.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        buffers: bool = True,
-    ) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], *, buffers: bool = True) -> None:
         skipped = _SKIPPED if buffers else _SKIPPED | {"_buffers"}
         # Nodes keep their objects, so no ``id`` comes to mean another object while the snapshot lives.
         seen: dict[int, Node] = {}  # one node for each object: several may refer to it, and it may hold itself

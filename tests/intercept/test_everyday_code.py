@@ -205,7 +205,7 @@ def test_values_read_between_layers(run: dict[str, Any], recompute: str) -> None
 
 @pytest.mark.parametrize(
     ("kind", "recompute"),
-    pairs([Collects, LastCollected], ["never", "always"], lambda kind, recompute: kind == recompute),
+    pairs([Collects, LastCollected], ["never", "always"], lambda kind, recompute: kind != recompute),
 )
 def test_forward_hooks_on_parts_of_layers(kind: type[Net], run: dict[str, Any], recompute: str) -> None:
     torch.manual_seed(1)
@@ -228,8 +228,12 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_but(["Mixtral", "Qwen2Moe", "Olmoe"], "Mixtral"))
-def test_losses_of_routers(kind: str, run: dict[str, Any]) -> None:
+# with recompute: Hugging Face's models register their hooks in the first run of the step
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    slow_but([("Mixtral", "never"), ("Qwen2Moe", "never"), ("Olmoe", "always")], ("Mixtral", "never")),
+)
+def test_losses_of_routers(kind: str, run: dict[str, Any], recompute: str) -> None:
     torch.manual_seed(1)
     options = SIZES | {"num_key_value_heads": 2, "num_experts_per_tok": 2, "output_router_logits": True}
     options |= {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 4}
@@ -238,7 +242,7 @@ def test_losses_of_routers(kind: str, run: dict[str, Any]) -> None:
         options |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}
     config = getattr(transformers, f"{kind}Config")(**options)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    assert_same(model, tokens(), 2, **{**run, "layers": "model.layers"})
+    assert_same(model, tokens(), 2, **{**run, "layers": "model.layers"}, recompute=recompute)
 
 
 @pytest.mark.parametrize("kind", slow_but(["Deberta", "DebertaV2"], "DebertaV2"))

@@ -154,12 +154,13 @@ def test_a_step_with_hooks_learns_what_one_device_does(schedule: str) -> None:
             torch.testing.assert_close(found[1][name], value)
 
 
-def in_a_plain_loop(process: int, divided: bool) -> tuple[list[float], list[float]]:
+def in_a_plain_loop(process: int, divided: bool, recompute: Any = "never") -> tuple[list[float], list[float]]:
     """Losses of training, with hooks that stay, and what evaluations see by hooks that go."""
     generator = torch.Generator().manual_seed(1)
     batches = [(torch.randn(4, 4, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(3)]
     module = Looks()
-    pipeline = Pipeline(module, layers="layers", micro_batches=2, stages=2) if divided else None
+    options: dict[str, Any] = {"layers": "layers", "micro_batches": 2, "stages": 2, "recompute": recompute}
+    pipeline = Pipeline(module, **options) if divided else None
 
     def looked(batch: Any) -> Tensor:
         handles = module.register()
@@ -189,12 +190,14 @@ def in_a_plain_loop(process: int, divided: bool) -> tuple[list[float], list[floa
     return [float(each) for each in seen], losses
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_hooks_of_steps_in_plain_loops(ranks: int) -> None:
-    """Stages of one process have each other's hooks, until those are removed."""
+@pytest.mark.parametrize(("ranks", "recompute"), [(1, "never"), (1, "always"), (2, "never")])
+def test_hooks_of_steps_in_plain_loops(ranks: int, recompute: str) -> None:
+    """Stages of one process have each other's hooks, until those are removed or runs of the step come again."""
     expected = in_a_plain_loop(0, False)
     for found in (
-        run_world(in_a_plain_loop, ranks, timeout=60, divided=True) if ranks > 1 else [in_a_plain_loop(0, True)]
+        run_world(in_a_plain_loop, ranks, timeout=60, divided=True, recompute=recompute)
+        if ranks > 1
+        else [in_a_plain_loop(0, True, recompute)]
     ):
         assert found[0] == pytest.approx(expected[0], rel=1e-6)
         assert found[1] == pytest.approx(expected[1], rel=1e-6)
