@@ -13,8 +13,8 @@ from tests.support.processes import run_trainers
 from tests.support.recipe_curves import BATCHES, RECIPES, Curve, break_off_and_resume, train, train_all, write_data
 
 PIPES = ["gpipe", "1f1b", "chimera"]
-# Batch norm sees a micro-batch at a time: one device does too if it accumulates them.
-MICRO_BATCHES, SAMPLES = 8, 4
+# Batch norm sees a micro-batch at a time, of 16 samples: one device does too if it accumulates them.
+MICRO_BATCHES, SAMPLES = 2, 16
 ACCUMULATED = [
     f"data.batch_size={SAMPLES}",
     f"trainer.accumulate_grad_batches={MICRO_BATCHES}",
