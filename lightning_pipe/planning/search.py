@@ -108,20 +108,16 @@ def _own_stages(family: Family, ranks: int, stages: int | None) -> int | Schedul
 
 
 def _families(asked: SearchOptions) -> Iterator[Family]:
+    """The schedules that are asked for; by default all variants with a flush that go with tensor ranks."""
     in_parts = asked.tensor_parallel_size > 1
     if asked.families is None:
-        yield from usual(in_parts=in_parts)
+        found = (each for name in schedules.names() if name not in _UNUSED for each in schedules.get(name).variants())
+        yield from (family for family in found if family.synchronous and (goes(family) or not in_parts))
         return
     for family in map(schedules.get, [asked.families] if isinstance(asked.families, str) else asked.families):
         if in_parts:
             check_family(family)
         yield family
-
-
-def usual(*, in_parts: bool) -> list[Family]:
-    """The schedules with a flush, with their variants; those alone that go with parameters in parts, if they are."""
-    found = (each for name in schedules.names() if name not in _UNUSED for each in schedules.get(name).variants())
-    return [family for family in found if family.synchronous and (goes(family) or not in_parts)]
 
 
 @cache

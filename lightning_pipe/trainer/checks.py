@@ -23,7 +23,6 @@ from lightning_pipe.config import Sharding, check_loss_weight
 from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.partition import Balance
 from lightning_pipe.sharding.refusals import in_parts
 
 _OTHER_PRECISIONS = (
@@ -108,19 +107,6 @@ def check_sharding(shard_optimizer: Sharding, tensor_parallel_size: int, paralle
         raise ConfigurationError(
             "parallelize= divides layers over tensor ranks, and tensor_parallel_size is 1.",
             hint="Use tensor_parallel_size=2 or more, or leave parallelize out.",
-        )
-
-
-def check_automatic(passes: int, stages: int | str, balance: Balance) -> None:
-    """Refuse what does not go with ``schedule="auto"``.
-
-    Raises:
-        ConfigurationError: names the option, and what to do.
-    """
-    if passes > 1 or stages != "auto" or (isinstance(balance, Sequence) and not isinstance(balance, str)):
-        raise ConfigurationError(
-            f'schedule="auto" chooses the stages of one pass, got stages={stages}, passes={passes}, balance={balance}.',
-            hint='Leave them out, or name a schedule, such as "1f1b".',
         )
 
 

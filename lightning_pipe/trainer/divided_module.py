@@ -154,7 +154,6 @@ class DividedModule:
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if world.layout.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
-        report.notes += (f"schedule chosen: {options.chosen_by}",) if options.chosen_by else ()
         late = partial(self._by_first_batch, pipeline) if chosen is None else None
         self.run = PipelineRun(options, report, self._seed, late)
         self._known = names_of(module, options.layers)

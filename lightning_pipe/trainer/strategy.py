@@ -41,7 +41,7 @@ from lightning_pipe.partition import Balance
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.sharding.tensor_parallel import Parallelize
-from lightning_pipe.trainer import checks, schedule_choice
+from lightning_pipe.trainer import checks
 from lightning_pipe.trainer.at_rest import CALL, GATHER_LIMIT, finish_run, gather, resting, size_of
 from lightning_pipe.trainer.checkpoints.divided import Checkpoints
 from lightning_pipe.trainer.divided_module import DividedModule
@@ -65,8 +65,7 @@ class PipeStrategy(ParallelStrategy):
     World size = ``pipeline_parallel_size`` x ``data_parallel_size`` x ``tensor_parallel_size``.
 
     Args:
-        schedule: a registered name, a schedule object, the path of a CSV file, or ``"auto"``: the fastest one with a
-            flush, as far as the stored profile or the layers' parameters tell.
+        schedule: a registered name, a schedule object, or the path of a CSV file.
         micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank, at least one sample each, or 16
             where batch norm is in training.
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
@@ -162,13 +161,10 @@ class PipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self._auto = schedule == schedule_choice.AUTO
         checks.check_options(timeout, reduce_dtype, passes, gather_limit, evaluation_micro_batches, loss_weight)
         checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
-        if self._auto:
-            checks.check_automatic(passes, stages, balance)
         self.world, self.num_nodes = World(), 1
-        family = schedules.get("1f1b" if self._auto else schedule)
+        family = schedules.get(schedule)
         self.family = family.for_batches_of(micro_batches) if isinstance(micro_batches, int) else family
         self._asked = pipeline_parallel_size, data_parallel_size, stages, tensor_parallel_size
         self._layout: RunLayout | None = None
@@ -180,7 +176,6 @@ class PipeStrategy(ParallelStrategy):
         self.shard_optimizer, self.reshard_after_forward = shard_optimizer, reshard_after_forward
         self.reduce_dtype = None if reduce_dtype is None else torch.bfloat16
         self.tensor_parallel_size, self.parallelize = tensor_parallel_size, parallelize
-        self.chosen_by = ""  # why the schedule was chosen, if it was
         self.sharding = ModelSharding(self)
         self._divided: DividedModule | None = None
         self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
@@ -279,10 +274,6 @@ class PipeStrategy(ParallelStrategy):
         module, environment = self.lightning_module, self.cluster_environment
         assert module is not None
         assert environment is not None
-        if self._auto and not self.chosen_by:
-            ranks, in_parts = self.layout.pipeline_parallel_size, self.sharding.at_once(module)
-            schedule_choice.choose(module, self, ranks, self.root_device, self.processes_here, in_parts=in_parts)
-            self._layout = None
         super().setup_environment()
         trainer, world = module.trainer, self.world
         self.set_world_ranks()
@@ -293,9 +284,6 @@ class PipeStrategy(ParallelStrategy):
         seed = world.share_randomness()
         if self.world_size > 1:
             self._changed.enter_context(world.signals.installed())
-        if self._auto:
-            chosen = schedule_choice.label(self)
-            schedule_choice.same_everywhere(chosen, self.broadcast(chosen))
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         by_module = self.sharding.connect(module, world)

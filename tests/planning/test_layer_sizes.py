@@ -19,7 +19,6 @@ from lightning_pipe.partition import divide, find_layers
 from lightning_pipe.planning.cost_profile import SHAPES, SizeCosts
 from lightning_pipe.planning.layer_sizes import profile_path, stored, without_times
 from lightning_pipe.profiling import processes
-from lightning_pipe.trainer.schedule_choice import choose
 from lightning_pipe.transport.single_process import SingleProcess
 from tests.support import oracle
 from tests.support.trainer_runs import QUIET
@@ -78,7 +77,7 @@ def test_what_a_profile_was_measured_with_is_stored(cache: Path) -> None:
 def test_a_run_is_balanced_by_what_the_command_has_measured(
     cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of `lightning-pipe profile` is read by a run, and by `schedule="auto"`.
+    """The file of `lightning-pipe profile` is read by a run.
 
     What measures in processes of its own is in tests/profiling/test_measure.py.
     """
@@ -93,13 +92,6 @@ def test_a_run_is_balanced_by_what_the_command_has_measured(
     assert str(path) in capsys.readouterr().out
     for balance in ("time", "memory"):
         assert f"balanced by {balance}: the largest stage costs" in told(capsys, balance)
-    strategy = PipeStrategy(schedule="auto", layers="layers", micro_batches=2)
-    choose(Net(), strategy, 2, torch.device("cpu"), in_parts=False)
-    assert "ranks 1 in the profile, 2 now" in strategy.chosen_by
-    found = CostProfile.load(path)
-    replace(found, conditions={**found.conditions, "ranks": "2"}).save(path)
-    choose(Net(), strategy, 2, torch.device("cpu"), in_parts=False)
-    assert strategy.chosen_by.endswith(f"By {path}")
     with pytest.raises(ConfigurationError, match="precision 32-true in the profile, bf16-mixed now"):
         told(capsys, precision="bf16-mixed")
     path.write_text("{")

@@ -9,12 +9,13 @@ from math import inf
 from random import Random
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
 import lightning_pipe
-from lightning_pipe import schedules
+from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.config import Sharding
 from lightning_pipe.errors import ConfigurationError, ScheduleError
 from lightning_pipe.partition import find_layers
@@ -31,7 +32,11 @@ from lightning_pipe.planning.prediction import (
 )
 from lightning_pipe.planning.search import _candidates, _Search, _shardings, search
 from lightning_pipe.simulate import Link, memory_over_time, peak, simulate
+from tests.support import oracle
+from tests.support.lit_modules import Data, Lit
 from tests.support.pairs import slow_but
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET, quiet
 
 MIB = 2**20
 
@@ -428,6 +433,25 @@ def test_a_module_is_searched_by_its_parameters() -> None:
         search(net, 4, 16, pipeline_parallel_size=3)
     with pytest.raises(ConfigurationError, match="ranks of 1 or more"):
         search(net, 0, 16)
+
+
+def trained(process: int, options: dict[str, Any] | None) -> list[float]:
+    """The losses of a run with these options of the strategy; ``None``: on one device."""
+    quiet()
+    L.seed_everything(7, verbose=False)
+    module, recorder = Lit().double(), oracle.Recorder()
+    module.counts = False  # the schedule may have several pipes
+    strategy = "auto" if options is None else PipeStrategy(**options)
+    devices = 1 if options is None else 2
+    trainer = L.Trainer(**QUIET, max_epochs=1, devices=devices, strategy=strategy, callbacks=[recorder])
+    trainer.fit(module, Data(16).train_dataloader())
+    return recorder.trace.losses
+
+
+@pytest.mark.timeout(90)
+def test_what_a_search_finds_trains() -> None:
+    options = search(Lit(), 2, 8).best.options
+    assert run_trainers(trained, 2, timeout=80, options=options)[0] == pytest.approx(trained(0, None), abs=1e-9)
 
 
 def test_a_predictor_of_ones_own_takes_the_place_of_the_profile() -> None:

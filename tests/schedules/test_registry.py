@@ -185,5 +185,5 @@ def test_importing_schedules_needs_nothing_heavy() -> None:
 
 
 def test_who_chooses_a_schedule_is_named() -> None:
-    with pytest.raises(ScheduleError, match=r"no schedule 'auto'(?s:.*)PipeStrategy\(schedule='auto'\)"):
+    with pytest.raises(ScheduleError, match=r"no schedule 'auto'(?s:.*)lightning-pipe search(?s:.*)'1f1b'"):
         schedules.get("auto")

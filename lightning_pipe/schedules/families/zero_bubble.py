@@ -31,8 +31,8 @@ class ZeroBubble(Family):
     ``(ranks + 2) // 2`` and ``(ranks + 4) // 3`` micro-batches, which tend to a half and a third of 1F1B's. With equal
     parts their bubbles tend to a half and two thirds of 1F1B's. V-Min's idle time may grow with the micro-batches
     where the parts differ, V-Half's where ``W + 2I < 2F`` or ``W + 2F < 2I``, and that of both where messages take
-    long. V stands here for that paper's V-ZB, which has 1F1B's memory and no bubble. `search` and ``schedule="auto"``
-    take the fastest that a limit of memory allows.
+    long. V stands here for that paper's V-ZB, which has 1F1B's memory and no bubble. `search` takes the
+    fastest that a limit of memory allows.
 
     Args:
         variant: ``"h1"``, ``"h2"`` (with a flush), ``"v"``, ``"v_half"`` or ``"v_min"``.
