@@ -1,7 +1,12 @@
-"""What one batch of tiny layers costs under a Trainer: a pipeline against DDP and one device."""
+"""What one batch of tiny layers costs under a Trainer: a pipeline against DDP and one device.
+
+Torch's own schedule beside them runs two stages that are cut by hand, in Lightning's loop. What a pipeline takes beyond
+that is for steps that nobody has to change.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from itertools import pairwise
@@ -9,7 +14,9 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +28,7 @@ from tests.support.trainer_runs import quiet
 WIDTH, SIZE, LAYERS, MICRO_BATCHES = 8, 4, 4, 2
 SKIPPED = 20
 MOST_OVER_DDP = 1.2
+BY_HAND = "by hand"
 
 
 class Tiny(L.LightningModule):
@@ -40,6 +48,30 @@ class Tiny(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class ByHand(Tiny):
+    """One of two stages, which torch's schedule runs; both know the loss."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = self.layers[: LAYERS // 2] if rank == 0 else self.layers[LAYERS // 2 :]
+        stage = PipelineStage(self.layers, rank, 2, torch.device("cpu"))
+        self.run = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=F.mse_loss).step
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if dist.get_rank() == 0:
+            self.run(batch[0])
+        else:
+            self.run(target=batch[1], losses=losses)
+        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.broadcast(loss, 1)
+        self.log("loss", loss)
+        optimizer.step()
 
 
 class Clock(L.Callback):
@@ -65,6 +97,7 @@ def run(quick: bool) -> list[Finding]:
     worlds = {
         "one device": (None, 1),
         "DDP, 2 ranks": ("ddp", 2),
+        "torch's 1F1B by hand, 2 ranks": (BY_HAND, 2),
         "pipe, 2 ranks": ("pipe", 2),
         "pipe, 4 ranks": ("pipe", 4),
     }
@@ -74,22 +107,23 @@ def run(quick: bool) -> list[Finding]:
             options = {"strategy": strategy, "devices": devices, "batches": batches}
             found[name].append(processes.run_trainers(measure, devices, timeout=120, **options)[0])
     findings = [_finding(name, times) for name, times in found.items()]
-    ratios = [ours[0] / theirs[0] for ours, theirs in zip(found["pipe, 2 ranks"], found["DDP, 2 ranks"], strict=True)]
-    over = statistics.median(ratios)
-    findings.append(
-        Finding(
-            "a training batch on 2 ranks, over DDP",
-            f"{over:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"at most {MOST_OVER_DDP}",
-            over <= MOST_OVER_DDP,
+    for name in [name for name, (_, devices) in worlds.items() if devices == 2 and name != "DDP, 2 ranks"]:
+        ratios = [ours[0] / ddp[0] for ours, ddp in zip(found[name], found["DDP, 2 ranks"], strict=True)]
+        over, asked = statistics.median(ratios), name.startswith("pipe")
+        findings.append(
+            Finding(
+                f"a training batch of {name}, over DDP",
+                f"{over:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                f"at most {MOST_OVER_DDP}" if asked else "",
+                over <= MOST_OVER_DDP if asked else None,
+            )
         )
-    )
     return findings
 
 
 def _finding(name: str, found: list[tuple[float, float]]) -> Finding:
     train, validate = (1e3 * statistics.median(each) for each in zip(*found, strict=True))
-    return Finding(name, f"train {train:.2f} ms, validate {validate:.2f} ms")
+    return Finding(name, f"train {train:.2f} ms" + (f", validate {validate:.2f} ms" if validate else ""))
 
 
 def measure(process: int, strategy: str | None, devices: int, batches: int) -> tuple[float, float]:
@@ -99,21 +133,26 @@ def measure(process: int, strategy: str | None, devices: int, batches: int) -> t
     quiet()
     torch.manual_seed(0)
     clock = Clock()
+    if strategy == BY_HAND:  # as one process for Lightning, which knows nothing of stages
+        dist.init_process_group("gloo")
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"):
+            del os.environ[name]
     pipe = PipeStrategy(micro_batches=MICRO_BATCHES)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=devices,
-        strategy=pipe if strategy == "pipe" else strategy or "auto",
+        devices=1 if strategy == BY_HAND else devices,
+        strategy={"pipe": pipe, BY_HAND: "auto", None: "auto"}.get(strategy, strategy),
         callbacks=[clock],
         max_epochs=1,
         limit_val_batches=0,
         **SILENT,
     )
     data = DataLoader(TensorDataset(*torch.randn(2, devices * SIZE * batches, WIDTH)), batch_size=SIZE)
-    module = Tiny()
+    module = ByHand(process) if strategy == BY_HAND else Tiny()
     trainer.limit_train_batches = batches
     trainer.fit(module, data)
-    trainer.limit_val_batches = batches
-    trainer.validate(module, data, verbose=False)
+    if strategy != BY_HAND:
+        trainer.limit_val_batches = batches
+        trainer.validate(module, data, verbose=False)
     periods = [later - earlier for earlier, later in pairwise(clock.ends)][SKIPPED:]
     return statistics.median(periods), clock.validation / batches
