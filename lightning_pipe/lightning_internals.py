@@ -45,7 +45,6 @@ NAMES = {
         "_metric_attributes": "set by self.log: no attribute that the user's step has changed",
         "_device_mesh": "set as ModelParallelStrategy does, for modules that divide themselves",
     },
-    "lightning.pytorch.core.optimizer.LightningOptimizer": {"_optimizer": "the optimizer that it wraps"},
     "lightning.pytorch.trainer.trainer.Trainer": {
         "_checkpoint_connector": "see dump_checkpoint, around which what is in flight is drained",
         "_logger_connector": "logs the values of a batch that comes out of the pipeline later",

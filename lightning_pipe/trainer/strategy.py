@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -520,7 +521,9 @@ class PipeStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._divided is None or self.world.interrupted:
             return super().optimizer_state(optimizer)
-        return self.run.gradients.state_of(getattr(optimizer, "_optimizer", optimizer))
+        return self.run.gradients.state_of(
+            optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        )
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
