@@ -134,29 +134,6 @@ def closing_line(
     return f"Pipeline: {several(batches, 'batch')}, {speed}" + (f"; bubble {', '.join(bubbles)}" if bubbles else "")
 
 
-def memory_line(peaks: Sequence[tuple[int, int]]) -> str:
-    """The line below it: the most memory that each process has had since it started.
-
-    Args:
-        peaks: for every process its bytes in host memory, with those of libraries, and on its device; 0: not known.
-
-    Returns:
-        One line.
-
-    Example:
-        >>> memory_line([(5 << 30, 0), (3 << 30, 0)])
-        'Memory: host at most 5 GiB (rank 0), 8 GiB on all ranks: 5 GiB, 3 GiB'
-        >>> memory_line([(1 << 30, 4 << 30)] * 16)
-        'Memory: host at most 1 GiB (rank 0), 16 GiB on all ranks; device at most 4 GiB (rank 0), 64 GiB on all ranks'
-    """
-    parts = []
-    for name, values in zip(("host", "device"), zip(*peaks, strict=True), strict=True):
-        if most := max(values):
-            text = f"{name} at most {memory(most)} (rank {values.index(most)}), {memory(sum(values))} on all ranks"
-            parts.append(text + (f": {', '.join(map(memory, values))}" if 1 < len(values) <= 8 else ""))
-    return f"Memory: {'; '.join(parts) or 'not known'}"
-
-
 def layer_names(layers: Sequence[str]) -> str:
     """The first and the last name and how many there are.
 

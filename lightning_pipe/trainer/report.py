@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pipe.batches.micro_batches import MicroBatches
@@ -16,22 +14,11 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.planning.batch_norms import norms_note
 from lightning_pipe.planning.division import Division
 from lightning_pipe.planning.make import assembled, label_of, predicted_bubble
-from lightning_pipe.planning.render import Plan, closing_line, memory_line, plan_text
+from lightning_pipe.planning.render import Plan, closing_line, plan_text
 from lightning_pipe.simulate import Costs
 
 if TYPE_CHECKING:
     from lightning_pipe.trainer.strategy import PipeStrategy
-
-
-def peak_memory() -> tuple[int, int]:
-    """The most bytes that this process has had in host memory, and on its device."""
-    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    try:
-        status = Path("/proc/self/status").read_text()
-        host = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
-    except (OSError, StopIteration):  # no Linux
-        host = 0
-    return host, device
 
 
 @dataclass
@@ -116,7 +103,6 @@ class Report:
         mine = (self.pipeline.busy, self.pipeline.elapsed)
         times = transport.all_gather_object(mine, self.pipeline.pipeline_members)
         elapsed = max(elapsed for _, elapsed in times)
-        peaks = transport.all_gather_object(peak_memory(), transport.topology.everyone)
         if not self._batches or not elapsed:
             return
         # a GPU computes when the host has long gone on: the host's clock shows no bubble
@@ -128,4 +114,3 @@ class Report:
             # not by the progress bar, which is closed by now and drops what it is given
             predicted = None if self._plan is None else self._plan.bubble
             print(closing_line(self._batches, elapsed, samples, predicted, measured))
-            print(memory_line(peaks))
