@@ -51,9 +51,7 @@ def look(pipeline: Pipeline, step: StepFunction, micro_batch: Any, *, training: 
     return calls
 
 
-def divide(
-    pipeline: Pipeline, layers: Layers, balance: Sequence[int], passes: int, *, deferred_batch_norm: bool
-) -> None:
+def divide(pipeline: Pipeline, layers: Layers, balance: Sequence[int], passes: int) -> None:
     """Divide the module, which has been whole so far, over the ranks. Collective.
 
     Args:
@@ -61,11 +59,8 @@ def divide(
         layers: the layer sequence.
         balance: the number of layers of each stage.
         passes: how often a training step runs the layers.
-        deferred_batch_norm: see `Pipeline`.
     """
-    divided = replace(
-        pipeline, layers=layers, balance=[*balance], passes=passes, deferred_batch_norm=deferred_batch_norm
-    )
+    divided = replace(pipeline, layers=layers, balance=[*balance], passes=passes)
     divided.reductions.dtype = pipeline.reductions.dtype
     divided.reductions.scattered = pipeline.reductions.scattered
     pipeline.__dict__ = divided.__dict__  # whoever refers to either goes on with the same

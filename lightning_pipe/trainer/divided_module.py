@@ -137,7 +137,15 @@ class DividedModule:
         initialise_meta(module, self._seed)
         if chosen is None:
             none = [0] * world.layout.stages
-            whole = Pipeline(module, [], none, options.family, world.transport, recompute=options.recompute)
+            whole = Pipeline(
+                module,
+                [],
+                none,
+                options.family,
+                world.transport,
+                recompute=options.recompute,
+                deferred_batch_norm=options.deferred_batch_norm,
+            )
             report = Report(module, whole)
         else:
             before = before or resume_divided(module, chosen.layers, world.transport, world.layout.stages)
@@ -249,7 +257,7 @@ class DividedModule:
                     hint="Leave balance out, or gather the module after that run: trainer.strategy.whole_module()",
                 )
         if whole is not None:
-            undivided.divide(whole, layers, counts, passes, deferred_batch_norm=options.deferred_batch_norm)
+            undivided.divide(whole, layers, counts, passes)
             return Report(module, whole, notes, costs, built)
         pipeline = Pipeline(
             module,

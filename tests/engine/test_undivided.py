@@ -38,7 +38,8 @@ def whole(schedule: str = "1f1b", ranks: int = 1, stages: int = 2) -> tuple[Pipe
     torch.manual_seed(0)
     module = Net()
     transport, *_ = thread_world(Topology(ranks=ranks))
-    return Pipeline(module, [], [0] * stages, schedules.get(schedule), transport), module
+    pipeline = Pipeline(module, [], [0] * stages, schedules.get(schedule), transport, deferred_batch_norm=True)
+    return pipeline, module
 
 
 @pytest.mark.usefixtures("float64")
@@ -53,6 +54,7 @@ def test_a_look_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert vars(module).keys() == kept.keys()
     assert not hasattr(module.norm, "calls")
+    assert not module.norm.pending, "statistics of the batch"
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -64,7 +66,7 @@ def test_whoever_has_the_pipeline_goes_on_with_the_divided_one() -> None:
     assert all(pipeline.owners(name) == (0,) for name, _ in module.named_parameters())
     calls = undivided.look(pipeline, module.step, torch.randn(5, 3), training=True, seed=0)
     layers = choose(module, calls, 2).layers
-    undivided.divide(pipeline, layers, [1, 2], 1, deferred_batch_norm=True)
+    undivided.divide(pipeline, layers, [1, 2], 1)
     assert not pipeline.whole
     assert pipeline.names == ["inside", "norm", "out"]
     assert pipeline.reductions.scattered
@@ -77,7 +79,7 @@ def test_what_is_not_this_ranks_is_freed_in_place() -> None:
     pipeline, module = whole(ranks=2)
     optimizer = torch.optim.SGD(module.parameters())
     layers = [(name, getattr(module, name)) for name in ("inside", "norm", "out")]
-    undivided.divide(pipeline, layers, [1, 2], 1, deferred_batch_norm=False)
+    undivided.divide(pipeline, layers, [1, 2], 1)
     absent = {name for name, parameter in module.named_parameters() if is_absent(parameter)}
     first, second = {"inside.weight", "inside.bias"}, {"norm.weight", "norm.bias", "out.weight", "out.bias"}
     assert absent == (first if pipeline.stages_here == [1] else second)
