@@ -28,11 +28,6 @@ _LEAST = 4
 """A smaller square may look like a causal mask by chance."""
 
 
-def ambiguous(batch: Any, length: int) -> list[str]:
-    """The tensors with the length of the batch of which another dimension has this length, too."""
-    return [f"{path} {tuple(tensor.shape)}" for path, tensor in _lying_both_ways(batch, length)]
-
-
 def check_no_causal_mask(batch: Any, length: int) -> None:
     """Refuse to cut a causal mask over as many positions as there are samples.
 

@@ -29,7 +29,7 @@ from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.checks import steps_for_every_batch
-from lightning_pipe.trainer.data.batch_splitter import BatchSplitter, naming_suspects
+from lightning_pipe.trainer.data.batch_splitter import BatchSplitter
 from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.gradients import Gradients
@@ -174,7 +174,7 @@ class PipelineRun:
             parts = self._splitter.split(batch) if name == "training_step" else parts
         if self._world.transport.process > 0:
             return []
-        with naming_suspects(batch, parts), self._step.running():
+        with self._step.running():
             step = StepOfBatch(self._step, name, args, parts, seed)
             return look(self.pipeline, step, parts.parts[0], training=name == "training_step", seed=seed)
 
@@ -188,17 +188,16 @@ class PipelineRun:
         trainer: Any = self._module.trainer
         scale = loss_scale(trainer.precision_plugin)  # once: a look at it waits for the device
         step, weights = self._split(args, scale)
-        with naming_suspects(args[0], step.micro_batches):
-            if self.streaming is not None:
-                return self.streaming.train(step, weights)
-            self.gradients.free_old(optimizers)
-            parts, reduce = step.micro_batches, self.gradients.reduced_at_once
-            with withheld_gradients(list(self._module.parameters()), scale) as withheld:
-                with self._step.running() as step.before:
-                    cut, seed = Cut(parts.sizes, parts.together), step.seed
-                    step.outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
-                # report what the last stage has made of the batch, and apply it on all ranks
-                outputs = step.share() or {}
+        if self.streaming is not None:
+            return self.streaming.train(step, weights)
+        self.gradients.free_old(optimizers)
+        parts, reduce = step.micro_batches, self.gradients.reduced_at_once
+        with withheld_gradients(list(self._module.parameters()), scale) as withheld:
+            with self._step.running() as step.before:
+                cut, seed = Cut(parts.sizes, parts.together), step.seed
+                step.outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
+            # report what the last stage has made of the batch, and apply it on all ranks
+            outputs = step.share() or {}
         self.gradients.after_batch(optimizers)
         return of_batch(outputs, parts, withheld, self.pipeline.transport.device)
 

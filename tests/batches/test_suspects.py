@@ -1,4 +1,4 @@
-"""Tensors as long as the batch that may be no samples are refused, or named in errors."""
+"""Tensors as long as the batch that may be no samples are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.batches.micro_batches import divide_batch
-from lightning_pipe.batches.suspects import ambiguous
 from lightning_pipe.errors import ConfigurationError
 from tests.support import oracle
 from tests.support.trainer_runs import QUIET
@@ -42,13 +41,6 @@ def test_causal_masks_are_not_cut(dtype: torch.dtype) -> None:
         assert len(divide_batch(batch(mask=mask), 2, 1).parts) == 1
     for other in (causal(dtype)[None], torch.ones(LENGTH, LENGTH), torch.randn(LENGTH, LENGTH)):
         assert len(divide_batch(batch(mask=other), 2).parts) == 8
-
-
-def test_names_what_may_lie_the_other_way() -> None:
-    assert ambiguous({"m": torch.zeros(8, 8), "x": torch.zeros(8, 4), "y": [torch.zeros(8, 2, 8)]}, 8) == [
-        "batch['m'] (8, 8)",
-        "batch['y'][0] (8, 2, 8)",
-    ]
 
 
 class Attentive(L.LightningModule):
@@ -105,10 +97,9 @@ def test_a_mask_that_would_be_broadcast() -> None:
     assert losses == pytest.approx(expected, rel=1e-9)
 
 
-def test_an_error_in_the_step_names_what_may_be_cut_wrongly() -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)batch\['mask'\] \(8, 8\).*mask\[None\].*split_batch") as caught:
+def test_a_mask_that_fits_no_micro_batch_is_an_error_of_the_step() -> None:
+    with pytest.raises(RuntimeError, match="The size of tensor a"):
         fit([batch(mask=BIAS)], micro_batches=4)
-    assert type(caught.value.__cause__) is RuntimeError
 
 
 def test_time_first_runs_whole_or_is_told() -> None:

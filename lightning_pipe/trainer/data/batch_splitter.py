@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_pipe.batches.loss_checks import WEIGHTS, LossChecks, Verdict, remedy
 from lightning_pipe.batches.micro_batches import MicroBatches, divide_batch
-from lightning_pipe.batches.suspects import REMEDY, ambiguous
 from lightning_pipe.batches.token_losses import TokenLosses
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import ConfigurationError, PipeError
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.warn_once import WarnOnce
@@ -138,21 +134,3 @@ class BatchSplitter:
         loader = module.trainer.train_dataloader
         size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", 0)
         return size if isinstance(size, int) and size else None
-
-
-@contextmanager
-def naming_suspects(batch: Any, micro_batches: MicroBatches) -> Generator[None, None, None]:
-    """Say in an error of the step that may be about shapes which tensors may be split along the wrong dimension."""
-    try:
-        yield
-    except (RuntimeError, ValueError, IndexError) as error:
-        several = len(micro_batches.parts) > 1
-        places = ambiguous(batch, sum(micro_batches.sizes)) if several and not micro_batches.own else []
-        # an error about DTensors is one of tensor parallelism
-        if not places or isinstance(error, PipeError | torch.OutOfMemoryError) or "DTensor" in str(error):
-            raise
-        raise ConfigurationError(
-            f"The step fails on micro-batches of {micro_batches.sizes[0]} samples: {type(error).__name__}: {error}",
-            hint=f"The batch was cut along dimension 0, but {', '.join(places)} may have the samples along another "
-            f"one, of the same length. {REMEDY}",
-        ) from error
