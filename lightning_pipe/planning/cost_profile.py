@@ -258,16 +258,18 @@ class CostProfile:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, which is replaced.
+        """Write the file, which is replaced: who reads it meanwhile finds what was there before, or all of it.
 
         Raises:
             OSError: it cannot be written.
         """
-        from lightning_pipe.partition.cache import write_atomically  # with torch, which the options need not
-
         content = {"format": FORMAT, **asdict(self)}
         content["sizes"] = {str(size): asdict(costs) for size, costs in self.sizes.items()}
-        write_atomically(Path(path), json.dumps(content, indent=1) + "\n")
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostProfile:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 
 from torch import nn
 
 from lightning_pipe.config import Sharding
 from lightning_pipe.partition import Layers, parameter_places
-from lightning_pipe.partition.cache import cache_path
 from lightning_pipe.planning.cost_profile import CostProfile, LayerSizes, SizeCosts, TiedSizes
 from lightning_pipe.planning.division import Division
 from lightning_pipe.simulate.link import Link
@@ -68,15 +69,33 @@ def of_module(profile: CostProfile, module: CostProfile) -> CostProfile:
     return replace(profile, layers=module.layers, tied=module.tied)
 
 
-def profile_path(module: nn.Module, layers: Layers, folder: str | os.PathLike[str] | None = None) -> Path:
-    """The file that has what `lightning-pipe profile` has measured of a module as it is now, see `cache_path`.
+def profile_path(module: nn.Module, layers: Layers) -> Path:
+    """The file that has what `lightning-pipe profile` has measured of a module as it is now.
+
+    It is in ``$LIGHTNING_PIPE_CACHE``, by default ``~/.cache/lightning_pipe``.
+    Another module, other options and other code have another file. A module is known by its class, its modules with
+    their options, and the names, shapes and types of its parameters. Where the class is imported from does not count:
+    a script that runs and a command that imports it mean the same.
 
     Args:
         module: the module.
         layers: its layer sequence.
-        folder: where; by default ``$LIGHTNING_PIPE_CACHE`` or ``~/.cache/lightning_pipe``.
     """
-    return cache_path(module, ["costs", *(name for name, _ in layers)], ".profile.json", folder)
+    folder = os.environ.get("LIGHTNING_PIPE_CACHE") or Path.home() / ".cache" / "lightning_pipe"
+    kinds = [f"{name} {type(part).__qualname__}({part.extra_repr()})" for name, part in module.named_modules()]
+    parameters = [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in module.named_parameters()]
+    code = [text for kind in dict.fromkeys(map(type, module.modules())) for text in _code_of(kind)]
+    description = ["costs", *(name for name, _ in layers), *kinds, *parameters, *code]
+    digest = hashlib.sha256("\n".join(description).encode()).hexdigest()[:16]
+    return Path(folder) / f"{type(module).__name__}-{digest}.profile.json"
+
+
+def _code_of(kind: type) -> list[str]:
+    """What tells that the methods of a class of the user's have been edited."""
+    if kind.__module__.startswith("torch."):
+        return []
+    methods = [(name, value.__code__) for name, value in vars(kind).items() if isinstance(value, FunctionType)]
+    return [f"{name} {code.co_code.hex()} {code.co_names}" for name, code in methods]
 
 
 def stored(module: nn.Module, layers: Layers, conditions: Mapping[str, str]) -> CostProfile | None:

@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_profile_was_measured_with_is_stored(cache: Path) -> None:
     found = profile(Net(), torch.ones(4, 5, 8), micro_batch_sizes=[1], rounds=1, layers="layers")
     assert found.conditions[SHAPES] == "(1, 5, 8) float32"
-    path = profile_path(Net(), find_layers(Net(), "layers"), cache)
+    path = profile_path(Net(), find_layers(Net(), "layers"))
     found.save(path)
     assert CostProfile.load(path).conditions[SHAPES] == found.conditions[SHAPES]
 

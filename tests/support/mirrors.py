@@ -44,7 +44,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     "intercept/torch_patches": {"activation_checkpoints": "intercept/test_surroundings"},
     "intercept/turns": {"tracker": "intercept/turns/test_run"},
     "parameters": {"releasing": "parameters/test_ownership"},
-    "partition": {"cache": "planning/test_layer_sizes", "holding": "planning/test_memory"},
+    "partition": {"holding": "planning/test_memory"},
     "planning": {
         "command": "test_cli",
         "prediction": "planning/test_search",
