@@ -123,21 +123,22 @@ def test_a_sweep_by_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"),
+    ("argument", "words", "left"),
     [
-        ("model.widht=3", "Did you mean model.width?"),
-        pytest.param("experiment=gpt3", "gpt2_wikitext2", marks=pytest.mark.slow),
-        pytest.param("trainer=gpu", "Here: trainer=cpu", marks=pytest.mark.slow),
+        ("model.widht=3", "Did you mean model.width?", []),
+        pytest.param("experiment=gpt3", "gpt2_wikitext2", [], marks=pytest.mark.slow),
+        # Hydra has begun the job by then, with its log
+        pytest.param("trainer=gpu", "Here: trainer=cpu", ["out"], marks=pytest.mark.slow),
     ],
 )
-def test_a_mistake_is_one_clear_message(tmp_path: Path, argument: str, words: str) -> None:
+def test_a_mistake_is_one_clear_message(tmp_path: Path, argument: str, words: str, left: list[str]) -> None:
     done = command("recipes.train", tmp_path, ["experiment=gpt2_wikitext2", argument, "hydra.run.dir=out"])
     assert done.error is None, done.trace
     told = f"{done.output}{done.value}"  # the interpreter prints the words that a program ends with
     assert words in told
     assert done.value == 1 or isinstance(done.value, str)
     assert "Traceback" not in told
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == left
 
 
 @pytest.mark.parametrize("module", slow_but(["recipes.train", "recipes.plan"], "recipes.train"))
