@@ -131,7 +131,7 @@ def test_every_schedule_ends(family: Family) -> None:
     assert explore(programs(recorded, Rules()), 1).deadlock is not None
 
 
-@pytest.mark.parametrize("family", map(each, families(synchronous=True)), ids=lambda family: family.label)
+@pytest.mark.parametrize("family", [*map(each, families(synchronous=True))], ids=lambda family: family.label)
 def test_reductions_that_begin_between_messages_end(family: Family) -> None:
     stages = family.build(4, 8).stages
     # the first reduction of all is one that overlaps with backward passes
@@ -182,7 +182,7 @@ def test_the_queues_of_a_device_suffice_for_four_ranks(family: Family) -> None:
     check(trained(NET, Point(family, stages, 4, ranks=4, steps=steps, clip=None)), resident=[QUEUES])
 
 
-@pytest.mark.parametrize("family", map(each, EXPLORABLE), ids=lambda family: family.label)
+@pytest.mark.parametrize("family", [*map(each, EXPLORABLE)], ids=lambda family: family.label)
 def test_hosts_that_run_ahead_of_each_other_end(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control words go unsaid, so no message of the host orders what the devices do."""
     monkeypatch.setattr(kept_words, "ENOUGH", 0)
