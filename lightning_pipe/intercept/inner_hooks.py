@@ -59,14 +59,15 @@ def shown(calls: LayerCalls, name: str, parts: Parts, arguments: Sequence[Any]) 
         hooks = enumerate(part._forward_hooks.items())
         # A new dictionary: the handles of the hooks refer to the old one, from which a hook may remove itself. The keys
         # stay: by them torch knows which hooks take keyword arguments and which are always called (torch 2.13).
-        part._forward_hooks = OrderedDict(
+        # Past __setattr__: that of what torch.compile makes of a module would set it in the module.
+        vars(part)["_forward_hooks"] = OrderedDict(
             (key, _showing(calls, name, path, number, hook, arguments)) for number, (key, hook) in hooks
         )
     try:
         yield
     finally:
         for part, hooks_before in before:
-            part._forward_hooks = hooks_before
+            vars(part)["_forward_hooks"] = hooks_before
 
 
 def _showing(

@@ -37,6 +37,14 @@ class CompiledBefore(Blocks):
             block.compile(backend="eager")
 
 
+class Wrapped(Blocks):
+    """Has what ``torch.compile`` makes of layers, whose attributes are set in the layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(torch.compile(block, backend="eager") for block in self.model))
+
+
 class CompiledStep(Blocks):
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +69,13 @@ def fit(module: L.LightningModule, strategy: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.feature("Hooks", "torch.compile of layers", "works")
 @pytest.mark.parametrize(
     ("kind", "layers"),
-    [(CompiledInSetup, "model"), (CompiledBefore, "model"), (CompiledStep, "model"), (CompiledWhole, None)],
+    [
+        (CompiledInSetup, "model"),
+        (CompiledBefore, "model"),
+        (Wrapped, None),
+        (CompiledStep, "model"),
+        (CompiledWhole, None),
+    ],
 )
 def test_it_trains_as_on_one_device(kind: type[Lit], layers: str | None) -> None:
     torch.manual_seed(3)
