@@ -107,11 +107,7 @@ def get(schedule: str | PathLike[str] | Family | Schedule, **options: object) ->
         near = difflib.get_close_matches(lower, [*_families, *ALIASES], n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Use one of these, or the path of a .csv file."
         if lower == "auto":
-            hint = (
-                "`lightning-pipe search` finds the fastest one before a run, and in Python "
-                "PipeStrategy(**lightning_pipe.search(module, ranks=…, global_batch=…).best.options). "
-                "The default is '1f1b'."
-            )
+            hint = "Use what `lightning-pipe search` finds (PipeStrategy(**search(…).best.options)), or '1f1b'."
         raise ScheduleError(f"There is no schedule {name!r}; known are {', '.join(map(repr, _families))}.", hint=hint)
     known = inspect.signature(factory).parameters
     unknown = next((option for option in options if option not in known), None)
