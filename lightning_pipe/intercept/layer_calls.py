@@ -99,8 +99,10 @@ class LayerCalls:
             return counting()(self.run)(name, key, module, forward, args, kwargs)
         tracker, cache = self.tracker, self.cache
         given = [*args, *kwargs.values()]
-        plain = FLAT.issuperset(map(type, given))  # nothing in them can change
-        arguments = given if plain else tree_leaves((args, kwargs))
+        flat = FLAT.issuperset(map(type, given))
+        arguments = given if flat else tree_leaves((args, kwargs))
+        # nothing in them can change; a pair of tensors is what most layers of language models are given (RoPE)
+        plain = flat or all(FLAT.issuperset(map(type, each if type(each) is tuple else (each,))) for each in given)
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         if key < 0:  # an outside module
             cache.parameter_use.run(name)

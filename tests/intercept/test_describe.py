@@ -35,6 +35,9 @@ def test_the_record_of_the_last_run_is_used_again() -> None:
     # At first its attributes are searched, too.
     calls = [recorded(layer, X, cache=cache)[1] for _ in range(6)]
     assert calls[-1] is calls[-2]
+    pairs = Returns(lambda x, pair: x * pair[0] + pair[1])
+    calls = [recorded(pairs, X, (X, torch.ones(3)), cache=cache)[1] for _ in range(3)]
+    assert calls[-1] is calls[-2]
     narrower = recorded(layer, X[:1], cache=cache)[1]
     assert narrower is not calls[-1]
     assert narrower.leaves == (TensorSpec((1, 3), torch.float32),)
