@@ -271,7 +271,7 @@ class StageRun:
                 "a backward pass inside the step (torch.autograd.grad, for instance) goes back over the cut before "
                 "this stage: it would find a part of the derivative alone.",
                 hint="Take the derivative by a tensor that is made on the stage that uses it, inside one layer for "
-                "instance (x = x.detach().requires_grad_()), or use one stage.",
+                "instance (x = x * 1.0), or use one stage.",
             )
 
     def is_older(self, tensor: Tensor | GradientEdge) -> bool:

@@ -169,6 +169,16 @@ class InLayers(Net):
     block = Forces
 
 
-@pytest.mark.parametrize(("net", "run"), pairs([ByLastWeight, ByLastLayer, ByOwn, InLayers], RUNS, every_second))
+class AsAdvised(Net):
+    """By what the layer makes of its argument, as the error says."""
+
+    class block(Forces):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 1.0)
+
+
+@pytest.mark.parametrize(
+    ("net", "run"), pairs([ByLastWeight, ByLastLayer, ByOwn, InLayers, AsAdvised], RUNS, every_second)
+)
 def test_a_derivative_on_one_stage_is_exact(net: type[Net], run: dict[str, Any]) -> None:
     assert_same(net(), batches(), layers="layers", **run)
