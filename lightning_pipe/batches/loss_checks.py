@@ -175,7 +175,8 @@ def _judged(
     if len(together) > len(groups):
         once = next(iter(single.values())) * (1 + batch.summed)
         noise = abs(together.pop(0) - once) / (1 + abs(once))
-    rounding = min(found.rounding, max(_LEAST, TIMES * noise))
+    # noise need not show that losses, and a mean of them, are rounded to numbers of their type
+    rounding = max(found.steps, min(found.rounding, max(_LEAST, TIMES * noise)))
     for group, both in zip(groups, together, strict=True):
         alone = [single[index] for index in group]
         predicted = {

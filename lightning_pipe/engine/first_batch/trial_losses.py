@@ -59,6 +59,7 @@ class TrialLosses:
         reason: why one has failed, in words.
         drew: whether one has drawn random numbers, though dropout is off.
         rounding: how far losses may differ by rounding, relative to 1 + their size.
+        steps: how far apart two numbers of the loss's type lie at most, twice, relative to 1 + their size.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -66,6 +67,7 @@ class TrialLosses:
     reason: str | None = None
     drew: bool = False
     rounding: float = 0.0
+    steps: float = 0.0
 
 
 def trial_losses(
@@ -113,6 +115,7 @@ def trial_losses(
         next((each.reason for each in found if each.reason), None),
         any(each.drew for each in found),
         max(each.rounding for each in found),
+        max(each.steps for each in found),
     )
 
 
@@ -142,10 +145,9 @@ class _Trial(Stages):
             try:
                 crossings, result = self.trial(stage, micro_batch, batch, inbound)
                 if not crossings:
-                    loss = loss_of(result)
-                    seen.losses.append(float(loss))
-                    rounding = _rounding(self.interceptor.module, loss, self.functions.autocast)
-                    seen.rounding = max(seen.rounding, rounding)
+                    seen.losses.append(float(loss := loss_of(result)))
+                    seen.rounding = max(seen.rounding, _rounding(self.interceptor.module, loss, self.functions))
+                    seen.steps = max(seen.steps, 2 * torch.finfo(loss.dtype).eps)
             except (RepeatedRunError, PartitionError):
                 raise
             except CutError:
@@ -173,12 +175,11 @@ class _Trial(Stages):
         return most
 
 
-def _rounding(module: nn.Module, loss: Tensor, autocast: torch.dtype | None) -> float:
+def _rounding(module: nn.Module, loss: Tensor, functions: NotRandom) -> float:
     """How far losses may differ by rounding, by the coarsest numbers that take part."""
-    dtypes = {each.dtype for each in (loss, *module.parameters()) if each.is_floating_point()}
-    reduced = loss.device.type != "cpu" and torch.float32 in dtypes
-    steps = 2 * torch.finfo(loss.dtype).eps if loss.is_floating_point() else 0.0  # of the numbers that it may have
-    return max([steps, _REDUCED * reduced, *(_ROUNDING.get(kind, 2e-3) for kind in {*dtypes, autocast or loss.dtype})])
+    kinds = {functions.autocast or loss.dtype, loss.dtype, *(each.dtype for each in module.parameters())}
+    reduced = loss.device.type != "cpu" and torch.float32 in kinds
+    return max([_REDUCED * reduced, *(_ROUNDING.get(kind, 2e-3) for kind in kinds if kind.is_floating_point)])
 
 
 def _least(tensor: Tensor, autocast: torch.dtype | None) -> float:
