@@ -21,7 +21,6 @@ from lightning_pipe.config import RunLayout
 from lightning_pipe.engine.first_batch.trial_losses import TrialLosses
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
-from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.model_zoo import ZOO
 from tests.support.pairs import pairs, slow_but
@@ -341,16 +340,17 @@ class Gathers(MeanOfTokens):
 
 
 def test_the_look_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = World.all_gather
+    gather = PipeStrategy.all_gather
 
-    def one_of_two(world: World, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+    def one_of_two(strategy: PipeStrategy, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
         if not is_alone():
             return tensor[None]
-        two: Any = copy(world)
-        two.layout, two.replicas = RunLayout(1, 2, 2), "those of torch"
+        two: Any = copy(strategy)
+        two._layout, two.world = RunLayout(1, 2, 2), copy(strategy.world)
+        two.world.replicas = "those of torch"
         return gather(two, tensor, group, sync_grads)
 
-    monkeypatch.setattr(World, "all_gather", one_of_two)
+    monkeypatch.setattr(PipeStrategy, "all_gather", one_of_two)
     assert len(fit(Gathers(), Batches().batches, layers="layers")) == 1
 
 
