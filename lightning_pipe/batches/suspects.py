@@ -1,6 +1,6 @@
-"""Tensors that are as long as the batch and may hold no samples: masks over positions, and what has time first.
+"""Causal masks over as many positions as the batch has samples.
 
-Such tensors would be cut along with the samples. Often nothing raises: a row of a mask is broadcast.
+They would be cut along with the samples, and often nothing would raise: a row of a mask is broadcast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHOLE = (
     "What belongs to all samples goes whole to every micro-batch if its first dimension has length 1 (mask[None]), or "
     "if it is a buffer of the module."
 )
-REMEDY = (
+_REMEDY = (
     f"{WHOLE} Or say how to split, and what a part counts: PipeStrategy(split_batch=lambda batch, m: […], "
     "loss_weight=lambda part: …), where samples lie along dimension 1 by tensor.tensor_split(m, 1) and "
     "tensor.shape[1]. micro_batches=1 runs the batch whole."
@@ -39,7 +39,7 @@ def check_no_causal_mask(batch: Any, length: int) -> None:
             raise ConfigurationError(
                 f"{path}, {tuple(tensor.shape)}, is a causal mask: as long as the batch, it would be cut into "
                 f"micro-batches like the {length} samples.",
-                hint=REMEDY,
+                hint=_REMEDY,
             )
 
 
