@@ -109,7 +109,7 @@ class PipelineRun:
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
         self._changed.enter_context(self._step.traces.hooks.installed())
-        self._evaluations = Evaluations(self._step, self._seeds[_EVALUATION], self._splitter.options)
+        self._evaluations = Evaluations(self._step, self._seeds[_EVALUATION], self._splitter.options, self.divide)
         self._changed.enter_context(self._evaluations.installed())
         if fitting and self.pipeline.asynchronous is not None:
             self.streaming = Streaming(self._step, self.gradients)
@@ -146,25 +146,28 @@ class PipelineRun:
 
     # ------------------------------------------------------------------ batches
 
-    def divide(self, name: str, args: Sequence[Any]) -> None:
+    def divide(self, name: str, args: Sequence[Any]) -> Evaluations:
         """Before the first batch: divide a module by what its step calls, if need be. Collective over all processes.
 
         Args:
             name: the method of the LightningModule.
             args: its arguments; the first one is the batch, on this device.
 
+        Returns:
+            The evaluations of the module as it is divided.
+
         Raises:
             PartitionError: it calls fewer layers than there are stages.
             Exception: what the step raises.
         """
         late, self.late = self.late, None
-        if late is None:
-            return
-        report = late(self._world.broadcast(self._look(name, args), 0))
-        self.end()
-        report.notes = self.report.notes + report.notes
-        self.report = report
-        self.begin()
+        if late is not None:
+            report = late(self._world.broadcast(self._look(name, args), 0))
+            self.end()
+            report.notes = self.report.notes + report.notes
+            self.report = report
+            self.begin()
+        return self._evaluations
 
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:
         """What a step calls, on process 0."""
@@ -235,9 +238,6 @@ class PipelineRun:
             name: the method of the LightningModule.
             args: the step's arguments; the first one is the batch, on this device.
         """
-        # a fit is divided by what its training step calls
-        if not (self._module.trainer.sanity_checking and self.pipeline.whole):
-            self.divide(name, args)
         return self._evaluations.step(name, args)
 
     @contextmanager

@@ -18,6 +18,7 @@ from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
+from lightning_pipe.trainer.evaluation.fetched import FetchedBatches
 from lightning_pipe.trainer.evaluation.stream import EvaluationStream
 from lightning_pipe.trainer.user_step import StepOfBatch, UserStep
 
@@ -37,14 +38,22 @@ class Evaluations:
         user_step: what the steps of all batches have in common.
         seeds: of the random streams of batches.
         options: the strategy, which has the user's options.
+        divide: divides a module that is whole by what the step of that name calls with such arguments, and gives the
+            evaluations that go on from there.
 
     Attributes:
         pipeline: the module over the ranks.
         user_step: as given.
     """
 
-    def __init__(self, user_step: UserStep, seeds: Iterator[int], options: PipeStrategy) -> None:
-        self.user_step, self._seeds, self._options = user_step, seeds, options
+    def __init__(
+        self,
+        user_step: UserStep,
+        seeds: Iterator[int],
+        options: PipeStrategy,
+        divide: Callable[[str, Sequence[Any]], Evaluations],
+    ) -> None:
+        self.user_step, self._seeds, self._options, self._divide = user_step, seeds, options, divide
         self._module, self.pipeline, self._world = user_step.module, user_step.pipeline, user_step.world
         # the methods of which a batch has had to run again: each waits for the batches before it
         self._waiting = set[str]()
@@ -68,7 +77,7 @@ class Evaluations:
             loop.inference_mode = False  # nobody counts changes in it; Lightning itself leaves it with FSDP, over Gloo
         with ExitStack() as changed:
             changed.callback(self._close)
-            for loop, name in loops.items() if len(self.pipeline.pipeline_members) > 1 else ():
+            for loop, name in loops.items() if self.pipeline.whole or len(self.pipeline.pipeline_members) > 1 else ():
                 begin = partial(self._begin_loop, loop.on_run_start, loop, name)
                 changed.enter_context(replaced(loop, "on_run_start", begin, gated=False))
                 changed.enter_context(
@@ -191,6 +200,14 @@ class Evaluations:
     def _begin_loop(self, method: Callable[..., Any], loop: Any, name: str) -> None:
         """In the place of ``on_run_start``. Collective over all processes."""
         method()
+        batches, evaluations = FetchedBatches(self._module.trainer, loop, name), self
+        # a fit is divided by what its training step calls
+        if self.pipeline.whole and not self._module.trainer.sanity_checking and (first := batches.find(0)) is not None:
+            evaluations = self._divide(name, batches.arguments(first))
+        evaluations._begin(loop, name, batches)
+
+    def _begin(self, loop: Any, name: str, batches: FetchedBatches) -> None:
+        """Begin a loop, some of whose batches may have been fetched."""
         self._copies.begin()
         may_stream = (
             self._options.stream_evaluation
@@ -201,8 +218,9 @@ class Evaluations:
             and not self.pipeline.whole
         )
         # a callback may exist on some ranks alone
-        if may_stream and not self._world.agree(self._must_wait(loop, name), unanimous=False):
-            self._stream = EvaluationStream(self, loop, name)
+        waits = not may_stream or self._world.agree(self._must_wait(loop, name), unanimous=False)
+        if not waits or batches.any:
+            self._stream = EvaluationStream(self, loop, name, batches, waits=waits)
 
     def _must_wait(self, loop: Any, name: str) -> bool:
         """Whether each batch must have passed all ranks before the next one begins."""

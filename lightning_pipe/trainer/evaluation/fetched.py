@@ -58,6 +58,11 @@ class FetchedBatches:
         """The number of batches that the loop has got."""
         return self._fetched - len(self._queue)
 
+    @property
+    def any(self) -> bool:
+        """Whether a batch has been fetched."""
+        return self._fetched > 0
+
     def up_to(self, number: int) -> None:
         """Fetch all batches up to one, if there are so many."""
         while self._end is None and self._fetched <= number:

@@ -53,9 +53,13 @@ class EvaluationStream:
         evaluations: runs and shares steps.
         loop: Lightning's loop, about to fetch its first batch.
         name: the method that evaluates a batch.
+        batches: of the loop.
+        waits: whether each batch passes all ranks before the next one begins, from the first one on.
     """
 
-    def __init__(self, evaluations: Evaluations, loop: Any, name: str) -> None:
+    def __init__(
+        self, evaluations: Evaluations, loop: Any, name: str, batches: FetchedBatches, *, waits: bool = False
+    ) -> None:
         self._evaluations, self._loop, self._name = evaluations, loop, name
         step, pipeline = evaluations.user_step, evaluations.pipeline
         self._module, self._world = step.module, step.world
@@ -63,8 +67,7 @@ class EvaluationStream:
         # whether this rank has the last stage, and loads
         self._completes = pipeline.loss_ranks[0] == pipeline.transport.rank
         self._engine = StreamedEvaluation(pipeline)
-        self._batches = FetchedBatches(self._module.trainer, loop, name)
-        self._limit, self._waits = 0, False
+        self._batches, self._limit, self._waits = batches, 0, waits
         self._changed = ExitStack()
         self._changed.callback(setattr, step.channel, "ahead", step.channel.ahead)
         step.channel.ahead = self._engine.lag
@@ -149,10 +152,10 @@ class EvaluationStream:
 
     @property
     def _outputs_are_kept(self) -> bool:
-        """Whether anything behind the step looks at what it returned: of the user's hooks none does in a stream."""
+        """Whether anything behind the step looks at what it returned: no hook of the user's where none must wait."""
         callbacks = self._module.trainer.callbacks
         writers = any(isinstance(each, pl.callbacks.BasePredictionWriter) for each in callbacks)
-        return self._name == "predict_step" and (self._loop.return_predictions or writers)
+        return self._waits or (self._name == "predict_step" and (self._loop.return_predictions or writers))
 
     def _run_to(self, slot: int) -> None:
         """Run what the order has for this rank up to a slot, of the batches that have begun."""

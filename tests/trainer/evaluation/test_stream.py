@@ -59,8 +59,10 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
     "alternates": (Alternates, loader, {}),
     "scaled": (Scales, loader, {}),
     "off": (Evaluated, loader, {}),
+    "unnamed": (Evaluated, loader, {}),
+    "unnamed_hooked": (Hooked, loader, {}),
 }
-WAITING = {"hooked", "moved", "off"}
+WAITING = {"hooked", "moved", "off", "unnamed_hooked"}
 """The cases that run batch by batch; all others stream."""
 DEPENDING = {"counted", "looks", "scaled"}
 """The cases that stream until stages see that a batch depends on an earlier one; the state contract has others."""
@@ -100,7 +102,9 @@ def build(name: str, devices: int | None, **options: Any) -> tuple[L.Trainer, L.
     strategy: Any = "auto"
     if devices:
         options |= {"stream_evaluation": name != "off", "compare_losses": False}
-        strategy = PipeStrategy(layers="model", **options)
+        # else the first batch of the evaluation shows them
+        options |= {} if name.startswith("unnamed") else {"layers": "model"}
+        strategy = PipeStrategy(**options)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices or 1,
@@ -200,7 +204,7 @@ def check_two_ranks(names: list[str]) -> None:
     assert several[1].get("predicted_ahead", 2) == 2
 
 
-OFTEN = ["plain", "counted", "hooked", "samples"]
+OFTEN = ["plain", "counted", "hooked", "samples", "unnamed", "unnamed_hooked"]
 
 
 def test_two_ranks_equal_one_device() -> None:
