@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -22,13 +22,6 @@ THOROUGH, _SAMPLED = 4, 64
 """What layers refer to is compared in the first batches, and in one of so many later ones."""
 
 
-class Cut(NamedTuple):
-    """How a batch is cut: the samples of each micro-batch, and what puts some of them together, by their numbers."""
-
-    sizes: Sequence[int]
-    together: Callable[[Sequence[int]], Any]
-
-
 @dataclass
 class Batch:
     """What one batch brings to the engine.
@@ -41,7 +34,6 @@ class Batch:
         streams: the batch's random streams.
         training: whether gradients are wanted.
         undisturbed: whether no other micro-batch is under way meanwhile, which could read what this one changes.
-        cut: puts micro-batches together; ``None``: they run one by one.
         using: ``using(stage, micro_batch)`` is entered around computations, to put the weights that they use in place.
         results: what the step returned for each micro-batch, detached, where the loss is.
         constant: the micro-batches whose loss depends on nothing that is trained.
@@ -58,7 +50,6 @@ class Batch:
     streams: RandomStreams
     training: bool
     undisturbed: bool = False
-    cut: Cut | None = None
     # A shared context that does nothing: it is entered around every computation.
     using: Callable[[int, int], AbstractContextManager[None]] = lambda _stage, _micro_batch: _AS_THEY_ARE
     results: dict[int, Any] = field(default_factory=dict)

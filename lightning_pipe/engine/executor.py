@@ -14,11 +14,9 @@ from torch import Tensor
 
 from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
-from lightning_pipe.engine.joint_forward import JointForward
 from lightning_pipe.engine.stage import Crossings, Kept, Saved, Stages
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.schedules import Action, Kind
-from lightning_pipe.schedules.dependencies import in_one
 from lightning_pipe.simulate import Event
 
 T = TypeVar("T")
@@ -107,7 +105,6 @@ class Executor:
         ends = [*pairwise(stages), *self.skips]  # neighbours first
         self.later = [[late for early, late in ends if early == stage] for stage in stages]
         self.earlier = [[early for early, late in ends if late == stage] for stage in stages]
-        self.joint = JointForward(self.stages)
         self._methods: dict[Kind, Callable[[Any, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -182,10 +179,7 @@ class Executor:
                 self.exchange.transport.board.position = None
 
     def _prepare(self, actions: Sequence[Action], again: Container[tuple[int, int | None]]) -> list[Prepared]:
-        return [
-            (action, partial(self._joint_forward, (action, *others)) if others else self._single(action, again))
-            for action, *others in in_one(actions, overlaps=False)
-        ]
+        return [(action, self._single(action, again)) for action in actions]
 
     def _single(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[], None]:
         if action.peer is not None:
@@ -209,9 +203,9 @@ class Executor:
         for table in (self.kept, self.saved, self.left, self.gradients, self.batches):
             table.clear()
 
-    def _note(self, action: Action, start: float, end: float | None = None) -> None:
-        """Note when an action has computed, to ``end`` or now; waiting for its input was not part of it."""
-        end = self.clock() if end is None else end
+    def _note(self, action: Action, start: float) -> None:
+        """Note when an action has computed, until now; waiting for its input was not part of it."""
+        end = self.clock()
         self.busy += end - start
         if self.events is not None:
             kind, stage, micro_batch, pipe, *_ = action
@@ -238,19 +232,6 @@ class Executor:
             if self.batches[here.micro_batch][0].training:
                 self._save(here, saved)
         self._leave(here, crossings)
-
-    def _joint_forward(self, pair: Sequence[Action]) -> None:
-        keys = [StageKey.of(each) for each in pair]
-        received = [self._collect(here) for here in keys]
-        batch, _ = self.batches[keys[0].micro_batch]
-        start = self.clock()
-        passes = self.joint.run(pair[0].stage, [self.batches[here.micro_batch][1] for here in keys], batch, received)
-        middle = (start + self.clock()) / 2
-        self._note(pair[0], start, middle)
-        self._note(pair[1], middle)
-        for here, (kept, crossings) in zip(keys, passes, strict=True):
-            self.kept[here] = kept
-            self._leave(here, crossings)
 
     def _save(self, here: StageKey, saved: Saved) -> None:
         """Keep what a forward pass has left until its backward pass is done."""

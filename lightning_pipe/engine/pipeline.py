@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from lightning_pipe.engine.asynchronous import AsynchronousPipeline
-from lightning_pipe.engine.batch import Batch, Cut, StepFunction
+from lightning_pipe.engine.batch import Batch, StepFunction
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.containers import signature
 from lightning_pipe.engine.executor import Executor
@@ -136,7 +136,6 @@ class Pipeline(PartitionedModule):
         *,
         seed: int = 0,
         reduce: bool = True,
-        cut: Cut | None = None,
     ) -> dict[int, Any]:
         """Run forward and backward passes of one batch.
 
@@ -152,7 +151,6 @@ class Pipeline(PartitionedModule):
                 counts 0 has no gradients, even if it is NaN.
             seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
             reduce: ``False`` while gradients are still accumulated over batches; `reduce_gradients` later.
-            cut: puts micro-batches together, for schedules that run two in one forward pass.
 
         Returns:
             What the step returned for each micro-batch, detached, on the ranks with the loss; empty elsewhere.
@@ -168,7 +166,6 @@ class Pipeline(PartitionedModule):
         first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
         buffers = buffer_values(self.module) if first else {}
         batch = self.batch(step, micro_batches, seed, weights)
-        batch.cut = cut
         if (sharded := self.reductions.sharded) is not None:
             batch.using = lambda stage, _: sharded.whole(stage % len(self.stage_layers))
         with nullcontext() if sharded is None else sharded.gathered(len(micro_batches)):

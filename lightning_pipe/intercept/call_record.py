@@ -32,12 +32,6 @@ class Same(NamedTuple):
     at: int
 
 
-class Shape(tuple[int, ...]):
-    """A `torch.Size` in one piece, in which samples may be counted."""
-
-    __slots__ = ()
-
-
 class Unseen:
     """Stands for a result, or an argument of a hook, that no message can hold: of which type it is."""
 
@@ -54,7 +48,7 @@ class Unseen:
         )
 
 
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Shape, Unseen)
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Unseen)
 """Types of results that travel as they are."""
 
 

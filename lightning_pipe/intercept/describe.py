@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, ExpTransform, Transform
 
-from lightning_pipe.intercept.call_record import LEAF, PLAIN, Same, Shape, Unseen, Value
+from lightning_pipe.intercept.call_record import LEAF, PLAIN, Same, Unseen, Value
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import register_pytree_node, tree_flatten
@@ -80,14 +80,15 @@ def show_distributions() -> None:
             register_pytree_node(kind, _contents, partial(_made_of, kind))
 
 
-def _contents(held: Any) -> tuple[list[Any], tuple[str, ...]]:
+def _contents(held: Any) -> tuple[list[Any], tuple[tuple[str, bool], ...]]:
     # a transform keeps the inverse that it has made, which refers to it
     values = {**vars(held), "_inv": None} if "_inv" in vars(held) and type(held) is not _INVERSE else vars(held)
-    return [Shape(each) if type(each) is torch.Size else each for each in values.values()], tuple(values)
+    # torch takes sizes apart, and makes plain tuples of them
+    return [*values.values()], tuple((name, type(each) is torch.Size) for name, each in values.items())
 
 
-def _made_of(kind: Any, values: Iterable[Any], names: tuple[str, ...]) -> Any:
+def _made_of(kind: Any, values: Iterable[Any], names: tuple[tuple[str, bool], ...]) -> Any:
     made = object.__new__(kind)
-    contents = (torch.Size(each) if type(each) is Shape else each for each in values)
-    vars(made).update(zip(names, contents, strict=True))
+    for (name, is_size), value in zip(names, values, strict=True):
+        vars(made)[name] = torch.Size(value) if is_size else value
     return made

@@ -37,7 +37,6 @@ from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divid
 from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.config import Auto, RankOrder, check_loss_weight
-from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline as Engine
 from lightning_pipe.engine.refusals import check_module
 from lightning_pipe.engine.stage import loss_of
@@ -220,8 +219,7 @@ class Pipeline:
         if (number := self._checks.due(engine)) is not None:
             verdict = self._checks.look(engine, run, parts, seed, number)
             self._checks.accept([verdict], summed=parts.summed)
-        cut = Cut(parts.sizes, parts.together)
-        return losses_on_host(engine.train(run, parts.parts, weights, seed=seed, cut=cut), engine)
+        return losses_on_host(engine.train(run, parts.parts, weights, seed=seed), engine)
 
     def evaluate(self, step: Step, batches: Iterable[Any] | None = None) -> list[Any]:
         """Run forward passes alone, without gradients, several batches at a time. Collective over the pipeline.

@@ -35,8 +35,8 @@ class Action(NamedTuple):
     ``other`` is the stage at the other end of a message that skips the stages between.
 
     An action may be ``joined`` to the one before it, a forward pass, and is then one with it. A backward pass overlaps
-    it where a device can do so. A forward pass of the same stage shares a slot with it: both are one pass where both
-    are recomputed, each from its part of the input. Elsewhere the two run one after the other.
+    it where a device can do so. A forward pass of the same stage shares a slot with it: where both are recomputed, what
+    both leave is there at its end. The engine runs the two one after the other.
 
     Example:
         >>> print(Action(Kind.FORWARD, stage=2, micro_batch=0), Action(Kind.SEND_FORWARD, 2, 0, pipe=1, peer=3))

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.batches.outputs import of_batch
-from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.undivided import look
 from lightning_pipe.engine.withheld_gradients import withheld_gradients
 from lightning_pipe.errors import ConfigurationError
@@ -197,8 +196,7 @@ class PipelineRun:
         parts, reduce = step.micro_batches, self.gradients.reduced_at_once
         with withheld_gradients(list(self._module.parameters()), scale) as withheld:
             with self._step.running() as step.before:
-                cut, seed = Cut(parts.sizes, parts.together), step.seed
-                step.outputs = self.pipeline.train(step, parts.parts, weights, seed=seed, reduce=reduce, cut=cut)
+                step.outputs = self.pipeline.train(step, parts.parts, weights, seed=step.seed, reduce=reduce)
             # report what the last stage has made of the batch, and apply it on all ranks
             outputs = step.share() or {}
         self.gradients.after_batch(optimizers)

@@ -80,7 +80,7 @@ class Sleeper(nn.Module):
     """A layer whose compute needs no core, so that many ranks fit on few.
 
     Args:
-        forward: seconds of its forward pass for each sample: a pass over two micro-batches takes that of both.
+        forward: seconds of its forward pass for each sample.
         half: seconds of its backward pass for its input, and again for its weight.
 
     Attributes:

@@ -40,9 +40,8 @@ FURTHER = [
     Point("1f1b", stages=2, micro_batches=3, replicas=2, accumulate=2, sharded="gradients", steps=2),
     Point("chimera", stages=2, micro_batches=4, replicas=2, sharded="gradients", steps=2),
     Point("interleaved", stages=4, micro_batches=3, replicas=3, sharded=True, steps=2),
-    # from the third step on two micro-batches share a forward pass
-    Point(Chimera(scaling="forward_doubling"), stages=2, micro_batches=4, steps=4),
-    Point(Chimera(scaling="backward_halving"), stages=2, micro_batches=4, recompute="always", steps=4),
+    Point(Chimera(scaling="forward_doubling"), stages=2, micro_batches=4, steps=2),
+    Point(Chimera(scaling="backward_halving"), stages=2, micro_batches=4, recompute="always", steps=2),
 ]
 
 

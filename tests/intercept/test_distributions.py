@@ -62,6 +62,7 @@ class Model(ReturningLayers):
         found = head(first(batch))
         if isinstance(found, D.Normal):  # code between the layers reads it as ever
             assert len(found.mean) == len(batch) == found.batch_shape[0]
+            assert found.batch_shape.numel() == found.mean.numel()
         return score(found, last(batch)).mean()
 
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipe import schedules
-from lightning_pipe.engine.batch import Cut
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.topology import Topology
@@ -38,16 +36,6 @@ def split(batch: Batch, micro_batches: int) -> tuple[list[dict[str, Any]], list[
     parts = torch.arange(samples).tensor_split(min(micro_batches, samples))
     slices = [{k: v[part] if isinstance(v, Tensor) else v for k, v in batch.items()} for part in parts]
     return slices, [len(part) / samples for part in parts]
-
-
-def cut(parts: Sequence[Any]) -> Cut:
-    """How a batch was cut, along dimension 0 of every tensor."""
-
-    def together(indices: Sequence[int]) -> Any:
-        chosen = [parts[index] for index in indices]
-        return tree_map(lambda *one: torch.cat(one) if isinstance(one[0], Tensor) else one[0], *chosen)
-
-    return Cut([next(len(leaf) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in parts], together)
 
 
 def single_device(
@@ -102,9 +90,7 @@ def pipelined(
         for number, batch in enumerate(batches):
             parts, weights = split(batch, micro_batches)
             optim.zero_grad()
-            results = pipeline.train(
-                lambda _, part: call(module, part), parts, weights, seed=seed + number, cut=cut(parts)
-            )
+            results = pipeline.train(lambda _, part: call(module, part), parts, weights, seed=seed + number)
             outcome.losses.append(sum(float(loss_of(results[i])) * weights[i] for i in results))
             optim.step()
             if between is not None:

@@ -20,7 +20,6 @@ from lightning_pipe.schedules import Family
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
-from tests.support.engine_runs import cut
 from tests.support.model_zoo import Entry
 from tests.support.oracle import Trace
 from tests.support.threads import ThreadTransport, run_threads, thread_world
@@ -231,7 +230,6 @@ def train_rank(entry: Entry, module: Module, point: Point, transport: Transport)
             [oracle.samples(part) / total / point.accumulate for part in parts],
             seed=index,
             reduce=last or reductions.scattered,
-            cut=cut(parts),
         )
         shares = oracle.shares(parts)
         trace.losses.append(sum(shares[i] * oracle.loss_of(result).item() for i, result in results.items()))

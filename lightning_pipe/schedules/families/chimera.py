@@ -37,7 +37,8 @@ class Chimera(Family):
     one backward takes as long, with recomputation since the forwards come twice as fast, and ``"backward_halving"``,
     the same order without recomputation, where the two are the halves of what would be one micro-batch elsewhere
     (``micro_batches`` counts the halves). With recomputation, which makes half a backward pass of a slice of the input,
-    a forward slot is one pass over both, except on the last stage; without it there are two passes.
+    a forward slot is one action for both, except on the last stage; without it there are two. The paper runs such a
+    slot as one pass over both; here its two passes run one behind the other.
 
     Args:
         pipes: number of pipes, even, a divisor of the ranks.
