@@ -25,8 +25,8 @@ from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
 from lightning_pipe.engine.turns import Turns
 from lightning_pipe.engine.undivided import run_whole
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.generators import all_draws
 from lightning_pipe.intercept.interceptor import Interceptor
-from lightning_pipe.intercept.library_draws import LibraryDraws
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import counting
@@ -82,8 +82,8 @@ class Pipeline(PartitionedModule):
         self.executor = self._executor(1, routes)
         self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures: dict[Hashable, int] = {}
-        # which calls draw from Python's and NumPy's generators, in evaluations and in training
-        self._draws = LibraryDraws(len(self.names)), LibraryDraws(len(self.names))
+        # which calls draw random numbers, in evaluations and in training
+        self._draws = [all_draws(transport.device, len(self.names)) for _ in range(2)]
         self.program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self.names, transport, self.owners)
         if self.deferred_batch_norm and self.synchronous:
@@ -270,7 +270,7 @@ class Pipeline(PartitionedModule):
         # Numbers in the place of signatures: they are looked up for every message.
         known = self._signatures
         numbers = [known.setdefault((*mode, signature(part)), len(known)) for part in micro_batches]
-        draws = None if transport.shares_generators else self._draws[training]
+        draws = () if transport.shares_generators else self._draws[training]
         streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas, draws)
         undisturbed = len(micro_batches) == 1 and self.synchronous
         return Batch(step, micro_batches, numbers, weights, streams, training, undisturbed)

@@ -57,7 +57,7 @@ class Turns:
             last,
             self,
             partial(batch.streams.isolated, micro_batch),
-            batch.streams.generators,
+            batch.streams.torch.all,
             stages.interceptor.cache,
         )
         inputs = batch.slice(micro_batch)

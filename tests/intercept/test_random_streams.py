@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept import library_draws
+from lightning_pipe.intercept.generators import LibraryGenerators
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.single_process import SingleProcess
@@ -276,8 +276,18 @@ def noise_of_numpy() -> float:
     return np.random.randn()
 
 
-LIBRARIES = [lambda: random.random(), lambda: random.gauss(0.0, 1.0), lambda: np.random.rand(), noise_of_numpy]
-SOME_LIBRARIES = slow_but(LIBRARIES, LIBRARIES[3])
+def noise_of_torch() -> float:
+    return float(torch.randn(()))
+
+
+LIBRARIES = [
+    lambda: random.random(),
+    lambda: random.gauss(0.0, 1.0),
+    lambda: np.random.rand(),
+    noise_of_numpy,
+    noise_of_torch,
+]
+SOME_LIBRARIES = slow_but(LIBRARIES, *LIBRARIES[3:])
 """Normal numbers are fast: libraries keep the second one of a pair."""
 
 
@@ -289,8 +299,8 @@ def later(draw: Callable[[], float]) -> Callable[[], float]:
     ("draw", "around", "recompute"),
     pairs(
         LIBRARIES,
-        [*product([one, random.random, noise_of_numpy], ["never", "always"])],
-        lambda draw, other: draw == other % len(LIBRARIES) and other in (1, 4),
+        [*product([one, random.random, noise_of_numpy, noise_of_torch], ["never", "always"])],
+        lambda draw, other: draw == other % len(LIBRARIES) and other in (1, 4, 7),
     ),
 )
 def test_one_layer_that_first_draws_in_a_later_batch_does_so_alike_on_every_division(
@@ -438,11 +448,12 @@ def test_ranks_that_are_threads_never_lose_a_lock_of_numpy() -> None:
     done = []
 
     def draw(rank: int) -> None:
+        generators = LibraryGenerators()
         for micro_batch in range(500):
-            states = library_draws.states()
-            library_draws.seed_both(micro_batch)
+            states = generators.states()
+            generators.seed(micro_batch)
             np.random.normal(size=100)
-            library_draws.restore(states)
+            generators.restore(states)
         done.append(rank)
 
     def yields(*_: Any) -> None:

@@ -105,7 +105,7 @@ def trial_losses(
         for number, part in enumerate(batches):
             # a signature of its own: nobody knows what will cross
             batch = Batch(step, [part], [number], [1.0], streams, training=False)
-            quiet = NotRandom(pipeline.module, streams.state, whole=evaluating)
+            quiet = NotRandom(pipeline.module, streams.torch, whole=evaluating)
             with leaving_no_trace(stages), quiet as trial.functions:
                 executor.run(program, batch)
     found: list[TrialLosses] = transport.all_gather_object(trial.seen, pipeline.pipeline_members)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_pipe.engine.refusals import scaled_by_frequency
 from lightning_pipe.engine.stage import Stages
 from lightning_pipe.intercept.absent_tensor import is_absent
+from lightning_pipe.intercept.generators import TorchGenerators
 from lightning_pipe.intercept.recompute import BufferGuard, recomputing
 from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.torch_functions import draws
@@ -71,7 +72,7 @@ class NotRandom(TorchFunctionMode):
 
     Args:
         module: the module.
-        state: that of the generators.
+        generators: those of torch.
         whole: whether all of the module is as in an evaluation; layers may compute something else in training.
 
     Attributes:
@@ -82,9 +83,9 @@ class NotRandom(TorchFunctionMode):
     drew = False
     autocast: torch.dtype | None = None
 
-    def __init__(self, module: nn.Module, state: Callable[[], object], *, whole: bool) -> None:
+    def __init__(self, module: nn.Module, generators: TorchGenerators, *, whole: bool) -> None:
         super().__init__()
-        self._state = state
+        self._generators = generators
         self._silent = [(part, part.training) for part in module.modules() if whole or isinstance(part, _SILENT)]
 
     @override
@@ -117,7 +118,7 @@ class NotRandom(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         if not draws(func, name):
             return func(*args, **kwargs)
-        before = self._state()
+        before = self._generators.states()
         result = func(*args, **kwargs)
-        self.drew |= kwargs.get("generator") is not None or self._state() != before
+        self.drew |= kwargs.get("generator") is not None or not all(map(torch.equal, before, self._generators.states()))
         return result

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from lightning_pipe.intercept.library_draws import LibraryDraws, moved_since, restore, seed_both, states
+from lightning_pipe.intercept.generators import Draws, LibraryGenerators, TorchGenerators
 
+CPU = torch.device("cpu")
+LIBRARIES, TORCH = LibraryGenerators(), TorchGenerators(CPU)
 DRAWS: list[Callable[[], object]] = [
     random.random,
     lambda: random.gauss(0.0, 1.0),  # made in pairs: the second is kept
@@ -20,48 +24,71 @@ DRAWS: list[Callable[[], object]] = [
     lambda: np.random.permutation(700).tolist(),
     lambda: np.random.seed(3),
 ]
+OF_TORCH: list[Callable[[], object]] = [
+    lambda: torch.rand(()).item(),
+    lambda: torch.randn(1).item(),  # the second one of a pair is kept
+    lambda: torch.randperm(700).tolist(),
+    lambda: torch.manual_seed(3).initial_seed(),
+]
+EVERY: list[tuple[Any, Callable[[], object]]] = [
+    *((LIBRARIES, draw) for draw in DRAWS),
+    *((TORCH, draw) for draw in OF_TORCH),
+]
+PAIRS = [(of, first, draw) for of, first in EVERY for other, draw in EVERY if of is other]
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("first", DRAWS)
-def test_what_is_restored_is_what_was_read(first: Callable[[], object], draw: Callable[[], object]) -> None:
+def state_of(generators: Any) -> bytes:
+    states = generators.states()
+    return pickle.dumps([each.tolist() for each in states] if generators is TORCH else states)
+
+
+@pytest.mark.parametrize(("generators", "first", "draw"), PAIRS)
+def test_what_is_restored_is_what_was_read(
+    generators: Any, first: Callable[[], object], draw: Callable[[], object]
+) -> None:
+    def numbers() -> list[object]:
+        drawn = draw()
+        if generators is TORCH:
+            return [drawn, torch.randn(()).item()]
+        return [drawn, random.gauss(0.0, 1.0), np.random.normal()]
+
     first()
-    before = states()
-    drawn = [draw(), random.gauss(0.0, 1.0), np.random.normal()]
-    assert pickle.dumps(states()) != pickle.dumps(before)
-    restore(before)
-    assert pickle.dumps(states()) == pickle.dumps(before)
-    assert [draw(), random.gauss(0.0, 1.0), np.random.normal()] == drawn
+    before, known = generators.states(), state_of(generators)
+    drawn = numbers()
+    assert state_of(generators) != known
+    generators.restore(before)
+    assert state_of(generators) == known
+    assert numbers() == drawn
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-def test_every_draw_is_found(draw: Callable[[], object]) -> None:
-    seed_both(1 << 40)
-    assert not moved_since(1 << 40)
-    seed_both(1 << 40)
+@pytest.mark.parametrize(("generators", "draw"), EVERY)
+def test_every_draw_is_found(generators: Any, draw: Callable[[], object]) -> None:
+    generators.seed(1 << 40)
+    assert not generators.moved_since(1 << 40)
+    generators.seed(1 << 40)
     draw()
-    assert moved_since(1 << 40)
+    assert generators.moved_since(1 << 40)
 
 
 class Rank:
     """One rank that runs batches of one run each."""
 
     def __init__(self) -> None:
-        self.draws = LibraryDraws(2)
+        self.draws = Draws(LIBRARIES, 2)
 
     def run(self, *drawing: int, calls: Sequence[int] = (0, 1, -1), around: bool = False) -> set[int]:
         """Run a batch in which some calls draw. Returns which of its calls were left alone."""
         batch, quiet = self.draws.begin_batch()
-        seed_both(7)
+        LIBRARIES.seed(7)
         for call in calls:
             if call not in quiet:
-                before = states()
-                seed_both(call & 0xFF)
+                before = LIBRARIES.states()
+                LIBRARIES.seed(call & 0xFF)
             if call in drawing:
                 random.random()
             if call not in quiet:
                 self.draws.watch(call, batch, call & 0xFF)
-                restore(before)
+                LIBRARIES.restore(before)
         if around:
             np.random.random()
         self.draws.end_run(7)
@@ -94,23 +121,23 @@ def test_batches_count_that_call_a_layer() -> None:
 
 
 def test_batches_begin_before_others_end() -> None:
-    draws = LibraryDraws(1)
+    draws = Draws(LIBRARIES, 1)
     begun = [draws.begin_batch() for _ in range(5)]
     assert all(not quiet for _, quiet in begun)
-    seed_both(1)
+    LIBRARIES.seed(1)
     for number, _ in begun[:2] * 2:  # several micro-batches
         draws.watch(0, number, 1)
-        seed_both(1)
+        LIBRARIES.seed(1)
     assert draws.begin_batch()[1] == set()
     draws.watch(0, begun[2][0], 1)
     assert draws.begin_batch()[1] == {0}
 
 
 def test_keys_belong_to_calls() -> None:
-    draws = LibraryDraws(3)
+    draws = Draws(LIBRARIES, 3)
     assert [draws.call_of((key,)) for key in (0, 2, 3, 7, -1, -4)] == [0, 2, 0, 1, -1, -4]
     assert draws.call_of((-1, 5)) is draws.call_of((-1, 5, 0)) is None  # code outside, and hooks inside
-    assert LibraryDraws(0).call_of((-2,)) == -2
+    assert Draws(LIBRARIES).call_of((-2,)) == -2
 
 
 def test_nothing_is_left_alone_if_code_around_the_layers_draws() -> None:
@@ -122,9 +149,7 @@ def test_nothing_is_left_alone_if_code_around_the_layers_draws() -> None:
 @pytest.mark.parametrize("calls", [[0], [1], [-1], [0, 1], []])
 def test_nothing_is_left_alone_once_some_have_begun_to_draw_later(calls: list[int]) -> None:
     rank = quiet_rank()
-    assert not rank.draws.any
     assert rank.run(*calls, around=not calls) == {0, 1, -1}  # those that this batch has left alone so far
-    assert rank.draws.any
     for _ in range(4):
         assert rank.run(*calls, around=not calls) == set()
 
