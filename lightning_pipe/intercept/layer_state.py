@@ -46,7 +46,7 @@ from lightning_pipe.intercept.numbers import next_token
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
-from lightning_pipe.intercept.snapshot import MISSING, Change, Snapshot, hooks_of, is_compared, put_hooks
+from lightning_pipe.intercept.snapshot import MISSING, Change, Snapshot, hook_dictionaries, hooks_of, is_compared
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
@@ -62,12 +62,12 @@ class FirstRun:
     Args:
         around: the LightningModule before it.
         formers: of layers, what was there before this run and later ones have set it, and the statistics of norms.
-        hooks: of all modules before it.
+        put_hooks: lets all modules have the hooks that they had before it.
     """
 
     around: Snapshot
     formers: dict[Key, Any]
-    hooks: list[tuple[Any, Any]]
+    put_hooks: Callable[[], None]
 
 
 class LayerState:
@@ -102,6 +102,7 @@ class LayerState:
         self.modules = {name: part for name, part in module.named_modules() if not is_metric(type(part))}  # type: ignore[arg-type]
         # by id: a module that the step makes may not be able to tell its hash yet, as torchmetrics' are
         self._names = {id(part): name for name, part in self.modules.items()}
+        self._hooks = hook_dictionaries(self.modules.values())
         self.root_of = {part: name for name, root in roots for part in root.modules()}
         self.stages, self._ranks, self.one_pipe = stages, ranks, one_pipe
         # Not outside modules that hold parameters: like layers these really run on every rank that has them. Nor
@@ -192,7 +193,7 @@ class LayerState:
 
     def begin_first(self) -> FirstRun:
         """A run begins that is to run again."""
-        first = FirstRun(Snapshot(self.around), {}, hooks_of(self.modules.values()))
+        first = FirstRun(Snapshot(self.around), {}, hooks_of(self._hooks))
         self._first.add(first)
         return first
 
@@ -210,16 +211,16 @@ class LayerState:
     @contextmanager
     def restored(self, first: FirstRun) -> Iterator[None]:
         """Around a second run: what has been set or registered since the first one is as this has found it."""
-        around, hooks = Snapshot(self.around), hooks_of(self.modules.values())
+        around, put_hooks = Snapshot(self.around), hooks_of(self._hooks)
         # other micro-batches may have changed these since, and graphs may hold what they are now
         first.around.undo(for_now=True)
-        put_hooks(first.hooks)
+        first.put_hooks()
         before = put_all(first.formers)
         try:
             yield
         finally:
             put_all(before)
-            put_hooks(hooks)
+            put_hooks()
             around.undo()
 
     # ------------------------------------------------------------------ what the step sets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -59,17 +59,24 @@ def refill(container: Any, content: Any) -> None:
     container.update(content) if isinstance(container, dict | set) else container.extend(content)
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
-    """What holds the hooks of modules, each with what is in it now."""
-    found = (held for part in modules for name, held in vars(part).items() if "_hooks" in name)
-    return [(held, dict(held)) for held in found if isinstance(held, dict)]
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
-def put_hooks(hooks: Iterable[tuple[Any, Any]]) -> None:
-    """Let the hooks be those that `hooks_of` has found."""
-    for held, kept in hooks:
-        if held.keys() != kept.keys():
-            refill(held, kept)
+def hook_dictionaries(modules: Iterable[nn.Module]) -> list[dict[Any, Any]]:
+    """What holds the hooks of modules: the same objects as long as these live."""
+    return [held for part in modules for name, held in vars(part).items() if name.startswith(_HOOKS)]
+
+
+def hooks_of(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], None]:
+    """Lets dictionaries hold again the hooks that are in them now."""
+    hooks = {place: dict(held) for place, held in enumerate(dictionaries) if held}  # mostly few
+
+    def put_back() -> None:
+        for place, held in enumerate(dictionaries):
+            if (held or place in hooks) and held.keys() != hooks.get(place, {}).keys():
+                refill(held, hooks.get(place, {}))
+
+    return put_back
 
 
 Found = tuple[Any, Change]
