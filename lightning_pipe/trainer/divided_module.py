@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -44,6 +46,10 @@ from lightning_pipe.trainer.run import PipelineRun
 
 if TYPE_CHECKING:
     from lightning_pipe.trainer.strategy import PipeStrategy
+
+
+_trained: WeakKeyDictionary[nn.Module, tuple[list[str], list[Call]]] = WeakKeyDictionary()
+"""By module the names of its parameters and what its training step has called: evaluations have the layers of these."""
 
 
 class DividedModule:
@@ -187,7 +193,11 @@ class DividedModule:
             return Chosen(clear)
         whole = world.broadcast(may_be_whole(module, world.transport.device), 0)
         if whole and not self._at_once:
-            return None
+            names, calls = _trained.get(module, ([], []))
+            known = module.trainer.state.fn != TrainerFn.FITTING and names == [
+                name for name, _ in module.named_parameters()
+            ]
+            return self._choose(calls) if known else None
         return Chosen(clear or find_layers(module, None, world.layout.stages))
 
     def _by_first_batch(self, pipeline: Pipeline, calls: list[Call]) -> Report:
@@ -200,6 +210,8 @@ class DividedModule:
         Raises:
             PartitionError: it has called fewer layers than there are stages.
         """
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            _trained[self._module] = self._known[0], calls
         return self._cut(self._choose(calls), whole=pipeline)
 
     def _choose(self, calls: Sequence[Call]) -> Chosen:

@@ -206,6 +206,12 @@ def one_process(name: str, stages: int = 2, **options: Any) -> tuple[list[float]
     return recorder.trace.losses, " ".join(printed.getvalue().split())
 
 
+def test_an_evaluation_behind_a_fit_has_its_layers() -> None:
+    """Its own step calls two layers, for four stages."""
+    strategy: Any = uncompared(stages=4)
+    assert_equal("Fusion", fit("Fusion", strategy, 1))
+
+
 def test_named_layers_in_another_order_are_told_so_and_the_remedies_work() -> None:
     expected, _ = one_process("Backwards")
     with pytest.raises(CutError, match=r"layer 'decoder.0' is called behind 'encoder.2', which follows it"):
