@@ -100,6 +100,7 @@ NAMES = {
 """The names, by owner, each with what it is used for."""
 
 LATE = {
+    "torch.distributed.checkpoint": {"_nested_dict": "puts what a folder has by paths back into containers"},
     "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "the module that torch.compile was given"},
     "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "what fully_shard knows of a module"},
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {

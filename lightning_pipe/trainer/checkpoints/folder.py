@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -114,28 +115,13 @@ def _states(path: str, holds: Callable[[str], bool]) -> dict[str, Any]:
     here = {key: value for key, value in flat.items() if value is None or not value.is_meta}
     with unheard(".*torch.distributed is disabled.*"):
         load_shards(here, checkpoint_id=path, no_dist=True)
-    tree: dict[Any, Any] = {}
-    for key, value in {**flat, **here}.items():
-        *steps, last = metadata.planner_data[key]
-        node = tree
-        for step in steps:
-            node = node.setdefault(step, {})
-        node[last] = value
-    return _with_lists(tree)  # type: ignore[no-any-return]
+    return dcp._nested_dict.unflatten_state_dict({**flat, **here}, metadata.planner_data)
 
 
 def _name(path: tuple[Any, ...]) -> str:
     """The parameter or buffer of a tensor at a path: it is behind ``model``, or ``optimizer_0`` and ``state``."""
     at = 1 if path[0] in (MODEL, MODEL_PARALLEL) else 2
     return str(path[at]) if len(path) > at else ""
-
-
-def _with_lists(node: Any) -> Any:
-    """Nested dictionaries in which those of numbers have become lists: torch makes texts of all other keys."""
-    if not isinstance(node, dict):
-        return node
-    items = {key: _with_lists(value) for key, value in node.items()}
-    return [items[number] for number in sorted(items)] if all(type(key) is int for key in items) else items
 
 
 def _reason(error: BaseException) -> str:
