@@ -21,14 +21,6 @@ from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingBroadcast
 
-_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
-"""What the Trainer's precision plugin has around each step."""
-
 
 @dataclass
 class StepReport:
@@ -184,7 +176,7 @@ class StepOfBatch:
         self._user_step = user_step
         trainer: Any = user_step.module.trainer
         self._method = getattr(user_step.module, name)
-        self._context = getattr(trainer.precision_plugin, _CONTEXTS[name])
+        self._context = getattr(trainer.precision_plugin, f"{trainer.state.stage.dataloader_prefix}_step_context")
         self._training = name == "training_step"
         self._logged: Logged = {}
         self._traces = TracesOfBatch(len(micro_batches.parts), may_repeat=may_repeat)
