@@ -119,7 +119,7 @@ class AsynchronousPipeline:
         while self._in_flight:
             yield self._call()
         if self._calls:
-            self._pipeline.executor.empty()
+            self._pipeline.executor.advance(())
             self._restart()
 
     # ------------------------------------------------------------------ one call

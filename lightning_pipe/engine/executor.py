@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,8 +18,6 @@ from lightning_pipe.schedules import Action, Kind
 from lightning_pipe.simulate import Event
 
 T = TypeVar("T")
-Prepared = tuple[Action, Callable[[], None]]
-"""An action, and what runs it."""
 
 
 class StageKey(NamedTuple):
@@ -91,9 +87,6 @@ class Executor:
     events: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     batches: dict[int, tuple[Batch, int]] = field(default_factory=dict)
-    # the actions of the last batch, which mostly come again
-    _actions: Sequence[Action] = ()
-    _prepared: Sequence[Prepared] = ()
 
     def __post_init__(self) -> None:
         self.kept: dict[StageKey, Kept] = {}
@@ -105,6 +98,7 @@ class Executor:
         ends = [*pairwise(stages), *self.skips]  # neighbours first
         self.later = [[late for early, late in ends if early == stage] for stage in stages]
         self.earlier = [[early for early, late in ends if late == stage] for stage in stages]
+        self._again: Container[tuple[int, int | None]] = ()
         self._methods: dict[Kind, Callable[[Any, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -125,17 +119,11 @@ class Executor:
             actions: those of the batch.
             batch: the batch.
         """
-        if actions is not self._actions:  # by identity: comparing all of them would take long
-            again = {action[1:3] for action in actions if action.kind is Kind.RECOMPUTE}
-            self._actions, self._prepared = actions, self._prepare(actions, again)
         self.peak_held = 0
-        with self._whole():
-            if batch.training:
-                self.exchange.begin_batch((batch.thorough, *batch.signatures))  # whose words are others
-            self.begin(batch)
-            self._loop(self._prepared)
-            self.exchange.end_batch()
-        self.batches.clear()
+        if batch.training:
+            self.exchange.begin_batch((batch.thorough, *batch.signatures))  # whose words are others
+        self.begin(batch)
+        self.advance(actions, {action[1:3] for action in actions if action.kind is Kind.RECOMPUTE})
 
     def begin(self, batch: Batch, first: int = 0) -> None:
         """Take up a batch whose micro-batches are numbered from ``first`` on."""
@@ -144,58 +132,43 @@ class Executor:
             self.exchange.set_out(first + index, signature)
 
     def advance(
-        self, actions: Sequence[Action], again: Container[tuple[int, int]] = (), over: Iterable[int] = ()
+        self,
+        actions: Iterable[Action],
+        again: Container[tuple[int, int | None]] = (),
+        over: Iterable[int] | None = None,
     ) -> None:
-        """Run one call of an asynchronous schedule, or an action of batches that follow each other.
-
-        What it leaves under way stays so.
+        """Run some actions; if one fails, everything that is under way is dropped.
 
         Args:
-            actions: the call's actions; micro-batches are numbered over all batches.
-            again: the forwards among them that a later call runs again, as ``(stage, micro_batch)``.
-            over: the micro-batches that are done on this rank by then; see `BoundaryExchange.agree`.
+            actions: those of a batch, of one call of an asynchronous schedule, or one of batches that follow each
+                other; there micro-batches are numbered over all batches.
+            again: the forwards among them that run again later, as ``(stage, micro_batch)``.
+            over: the micro-batches that are done on this rank by then, while others stay under way; see
+                `BoundaryExchange.agree`. ``None``: all are done.
         """
-        with self._whole():
-            self._loop(self._prepare(actions, again))
-            self.exchange.agree(over)
-        for micro_batch in over:
-            self.batches.pop(micro_batch, None)
-
-    def empty(self) -> None:
-        """Nothing is under way any more after calls of `advance`: end what they have left open."""
-        with self._whole():
-            self.exchange.end_batch()
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Around a batch or call: if it fails, everything that is under way is dropped."""
+        self._again, board = again, self.exchange.transport.board
         try:
-            yield
+            for action in actions:
+                if board is not None:
+                    # A watchdog in another thread reads it when this rank hangs in the action.
+                    board.position = action
+                run = self._methods[action.kind]
+                if action.peer is not None:
+                    run(BoundaryKey.of(action), action.peer)
+                else:
+                    run(action, StageKey.of(action))
+            if over is None:
+                self.exchange.end_batch()
+            else:
+                self.exchange.agree(over)
         except BaseException:
             self.abandon()
             raise
         finally:
-            if self.exchange.transport.board is not None:
-                self.exchange.transport.board.position = None
-
-    def _prepare(self, actions: Sequence[Action], again: Container[tuple[int, int | None]]) -> list[Prepared]:
-        return [(action, self._single(action, again)) for action in actions]
-
-    def _single(self, action: Action, again: Container[tuple[int, int | None]]) -> Callable[[], None]:
-        if action.peer is not None:
-            return partial(self._methods[action.kind], BoundaryKey.of(action), action.peer)
-        here = StageKey.of(action)
-        if action.kind is Kind.FORWARD and action[1:3] in again:
-            return partial(self._forward, action, here, again=True)
-        return partial(self._methods[action.kind], action, here)
-
-    def _loop(self, steps: Sequence[Prepared]) -> None:
-        board = self.exchange.transport.board
-        for action, run in steps:
             if board is not None:
-                # A watchdog in another thread reads it when this rank hangs in the action.
-                board.position = action
-            run()
+                board.position = None
+        for micro_batch in [*self.batches] if over is None else over:
+            self.batches.pop(micro_batch, None)
 
     def abandon(self) -> None:
         """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
@@ -223,9 +196,9 @@ class Executor:
         self._note(action, start)
         return result
 
-    def _forward(self, action: Action, here: StageKey, *, again: bool = False) -> None:
+    def _forward(self, action: Action, here: StageKey) -> None:
         inbound = self._collect(here)  # waits; the time that follows is the stage's own
-        if again:
+        if action[1:3] in self._again:
             self.kept[here], crossings = self._computed(action, here, self.stages.forward_again, inbound)
         else:
             saved, crossings = self._computed(action, here, self.stages.forward, inbound)

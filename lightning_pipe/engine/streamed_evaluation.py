@@ -110,9 +110,8 @@ class StreamedEvaluation:
 
     def end(self) -> None:
         """End behind the last batch."""
-        self._executor.batches.clear()
         self._executor.stages.interceptor.state.begin_batch()
-        self._executor.empty()
+        self._executor.advance(())
 
     def _lowered(self, passes: list[tuple[int, int]]) -> Iterator[Action]:
         """What this rank does in a slot: its pass, then the messages that all ranks' passes send.

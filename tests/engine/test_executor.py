@@ -26,15 +26,6 @@ def test_every_kind_of_action_has_a_method() -> None:
     assert pipeline()[0].executor._methods.keys() == set(Kind) - steps
 
 
-def test_the_same_program_is_prepared_once() -> None:
-    pipe, module = pipeline()
-    programs = []
-    for _ in range(2):
-        pipe.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 4)
-        programs.append(pipe.executor._prepared)
-    assert programs[0] is programs[1]
-
-
 def test_the_most_forward_passes_that_waited_are_counted() -> None:
     pipe, module = pipeline()
     pipe.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 4)

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_pipe import schedules
 from lightning_pipe.config import Sharding
 from lightning_pipe.engine import kept_words
+from lightning_pipe.engine.batch import Batch
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.streamed_evaluation import StreamedEvaluation
@@ -308,9 +309,9 @@ def test_a_rank_that_fails_issues_nothing_more() -> None:
 
 
 def test_two_sends_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = Executor._prepare
+    run = Executor.run
 
-    def swapped(self: Executor, actions: Sequence[Action], again: Any) -> Any:
+    def swapped(self: Executor, actions: Sequence[Action], batch: Batch) -> None:
         order = list(actions)
         sends = [at for at, action in enumerate(order) if action.kind is Kind.SEND_FORWARD]
         if len(sends) > 1:
@@ -318,9 +319,9 @@ def test_two_sends_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -
             order.insert(sends[1], order.pop(sends[0]))
             order[sends[1]], order[sends[1] - 1] = order[sends[1] - 1], order[sends[1]]
             order.insert(sends[1] + 1, order.pop(sends[1] - 1))
-        return prepare(self, order, again)
+        run(self, order, batch)
 
-    monkeypatch.setattr(Executor, "_prepare", swapped)
+    monkeypatch.setattr(Executor, "run", swapped)
     recorded = trained(NET, Point("gpipe", 2, 3, steps=2))
     with pytest.raises(AssertionError, match="meets"):
         programs(recorded, Rules())
