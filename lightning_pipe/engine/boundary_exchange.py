@@ -94,12 +94,7 @@ class BoundaryPlan:
         """The numbers as a set."""
         return frozenset(self.numbers)
 
-    @cached_property
-    def masks(self) -> list[int]:
-        """The masks of the backward message when everything was used and has a gradient, as mostly."""
-        return self.masks_of(self.all, self.all)
-
-    def masks_of(self, used: Container[int], present: Container[int]) -> list[int]:
+    def masks(self, used: Container[int], present: Container[int]) -> list[int]:
         """The masks of the backward message: which tensors were used, and which gradients are there."""
         return [*(n in used for n in self.numbers), *(n in present for n in self.gradients)]
 
@@ -220,9 +215,8 @@ class BoundaryExchange:
         if not plan.gradients:  # the other end is told nothing
             return
         transfer.used, tensors = used, [gradients.get(number) for number in plan.gradients]
-        complete = used >= plan.all and gradients.keys() >= set(plan.gradients)
-        masks = plan.masks if complete else plan.masks_of(used, gradients)
-        works = self._send(Lane("backward", key.pipe), key, peer, plan.gradient_layout, masks, tensors, plan.steady)
+        masks, lane = plan.masks(used, gradients), Lane("backward", key.pipe)
+        works = self._send(lane, key, peer, plan.gradient_layout, masks, tensors, plan.steady)
         self._returned[peer, key.pipe].append(works)
         transfer.works += works
 
@@ -239,13 +233,9 @@ class BoundaryExchange:
         masks, tensors = self._posted.pop(("backward", key))()
         self._used[peer, key.pipe] += 1
         _end(transfer.works)
-        # Mostly everything was used: comparing two short lists is cheaper than reading them.
-        if masks == plan.masks:
-            return Returned(dict(zip(plan.gradients, tensors, strict=True)), plan.all)
         transfer.used = frozenset(compress(plan.numbers, masks))
-        present = masks[len(plan.numbers) :]
-        gradients = {n: tensor for n, tensor, flag in zip(plan.gradients, tensors, present, strict=True) if flag}
-        return Returned(gradients, transfer.used)
+        arrived = compress(zip(plan.gradients, tensors, strict=True), masks[len(plan.numbers) :])
+        return Returned(dict(arrived), transfer.used)
 
     # ------------------------------------------------------------------ bookkeeping
 

@@ -105,11 +105,11 @@ class Executor:
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_FORWARD: self._send_forward,
+            Kind.REDUCE: lambda _, here: self.reduce(here.stage),
+            Kind.SEND_FORWARD: lambda key, peer: self.exchange.send(key, peer, self.left.pop(key)),
             Kind.RECEIVE_FORWARD: self.exchange.expect,
-            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.SEND_BACKWARD: lambda key, peer: self.exchange.send_gradients(key, peer, self.gradients.pop(key)),
             Kind.RECEIVE_BACKWARD: self.exchange.expect_gradients,
-            Kind.REDUCE: self._reduce,
         }
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
@@ -176,24 +176,18 @@ class Executor:
         for table in (self.kept, self.saved, self.left, self.gradients, self.batches):
             table.clear()
 
-    def _note(self, action: Action, start: float) -> None:
-        """Note when an action has computed, until now; waiting for its input was not part of it."""
-        end = self.clock()
-        self.busy += end - start
-        if self.events is not None:
-            kind, stage, micro_batch, pipe, *_ = action
-            self.events.append(Event(self.exchange.transport.rank, kind, stage, micro_batch, pipe, start, end))
-
-    # ------------------------------------------------------------------ compute
-
     def _computed(self, action: Action, here: StageKey, run: Callable[..., T], given: Any = None) -> T:
-        """What an action computes, in its time, with the weights of its batch."""
+        """What an action computes, with the weights of its batch. Waiting for its input was not part of its time."""
         batch, index = self.batches[here.micro_batch]
         start = self.clock()
         # in a backward pass as well: a layer that checkpoints itself runs again there
         with batch.using(here.stage, index):
             result = run(here.stage, index, batch, given)
-        self._note(action, start)
+        end = self.clock()
+        self.busy += end - start
+        if self.events is not None:
+            kind, stage, micro_batch, pipe, *_ = action
+            self.events.append(Event(self.exchange.transport.rank, kind, stage, micro_batch, pipe, start, end))
         return result
 
     def _forward(self, action: Action, here: StageKey) -> None:
@@ -254,14 +248,3 @@ class Executor:
     def _backward_weight(self, action: Action, here: StageKey) -> None:
         saved = self.saved.pop(here)
         self._computed(action, here, lambda *_: self.stages.backward_weight(saved))
-
-    # ------------------------------------------------------------------ messages
-
-    def _send_forward(self, key: BoundaryKey, peer: int) -> None:
-        self.exchange.send(key, peer, self.left.pop(key))
-
-    def _send_backward(self, key: BoundaryKey, peer: int) -> None:
-        self.exchange.send_gradients(key, peer, self.gradients.pop(key))
-
-    def _reduce(self, _: Action, here: StageKey) -> None:
-        self.reduce(here.stage)
