@@ -26,12 +26,11 @@ class CallResult:
     """What one call has brought about. Batches are numbered in the order in which they came, from 0.
 
     Args:
-        finished: the batches whose losses are known now; the same on all ranks.
-        results: for each of them what the step returned for each micro-batch, on the ranks that have its losses.
+        results: for each batch whose losses are known now, the same on all ranks, what the step returned for each
+            micro-batch; empty on ranks that have no losses.
         update: the batches whose gradients, averaged, are in ``parameter.grad`` now; empty: no step is due here.
     """
 
-    finished: tuple[int, ...] = ()
     results: Mapping[int, Mapping[int, Any]] = field(default_factory=dict)
     update: tuple[int, ...] = ()
 
@@ -145,11 +144,9 @@ class AsynchronousPipeline:
         if not known and number >= self.stream.first_update:
             pipeline.agree_on_holders()
             self._check_steps()
-        finished = tuple(batch for batch in call.finished if batch in self._in_flight)
         update = tuple(batch for batch in call.update if batch in self._in_flight)
         result = CallResult(
-            tuple(map(self._serial, finished)),
-            {self._serial(batch): self._in_flight[batch].results for batch in finished},
+            {self._serial(each): self._in_flight[each].results for each in call.finished if each in self._in_flight},
             tuple(map(self._serial, update)),
         )
         if update:

@@ -135,7 +135,7 @@ class Streaming:
         Attributes may have been changed by steps of several batches, of which some are still in flight: the changes
         belong to the call, and every report of the call has all of them.
         """
-        finished = self._call.finished
+        finished = [*self._call.results]
         reports = self._exchange(self._step.traces.changes(before))
         self._step.traces.adopt([each.changes for each in reports[-1]], before)
         self._step.take_over([report for found in reports for report in found], training=True)
@@ -155,7 +155,7 @@ class Streaming:
     def _exchange(self, changes: list[Change]) -> list[list[StepReport]]:
         """The reports about each batch that the call has finished; about none a call exchanges changes all the same."""
         complete, ranks = self._pipeline.is_loss_rank, self._pipeline.loss_ranks
-        batches = self._call.finished or (None,)
+        batches = self._call.results or (None,)
         return [self._step.exchange(self._report(batch, changes) if complete else None, ranks) for batch in batches]
 
     def _report(self, batch: int | None, changes: list[Change]) -> StepReport:
@@ -191,8 +191,8 @@ class Streaming:
         # Lightning counts one
         progress = self._epoch.automatic_optimization.optim_progress.optimizer.step
         for tracker in (progress.total, progress.current):
-            tracker.ready += len(self._call.finished) - 1
-            tracker.completed += len(self._call.finished) - 1
+            tracker.ready += len(self._call.results) - 1
+            tracker.completed += len(self._call.results) - 1
         return result
 
     # ------------------------------------------------------------------ draining
@@ -208,7 +208,7 @@ class Streaming:
             while self._asynchronous.in_flight:
                 number += 1
                 epoch.automatic_optimization.run(trainer.optimizers[0], epoch.batch_idx, OrderedDict())
-                if self._call.finished:
+                if self._call.results:
                     self._log(ahead=number)
             # the pipeline puts its versions of the weights together behind the last call
             next(calls, None)
