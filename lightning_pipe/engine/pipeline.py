@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +89,7 @@ class Pipeline(PartitionedModule):
         if self.deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         self._connect()
+        self._turns = Turns(self)
         self.asynchronous = None if self.synchronous else AsynchronousPipeline(self)
 
     def _executor(self, passes: int, routes: Routes) -> Executor:
@@ -208,10 +209,6 @@ class Pipeline(PartitionedModule):
             results = run_whole(self, batch) if self.whole else self._run(batch)
         self.commit_statistics(evaluated=True)
         return None if batch.repeats else results
-
-    @cached_property
-    def _turns(self) -> Turns:
-        return Turns(self)
 
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""

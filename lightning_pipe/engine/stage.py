@@ -52,14 +52,6 @@ class Saved:
     whole: bool
     rest: Callable[[], None] | None = None
 
-    def returned(self) -> dict[int, Tensor]:
-        """By number, the gradients of what was received, once the backward pass has run."""
-        if self.inbox is None:
-            return {}
-        self.inbox.check_hooks()
-        pairs = zip(self.inbound, self.inbox.gradients, strict=True)
-        return {number: gradient for number, gradient in pairs if gradient is not None}
-
     def release(self) -> None:
         """Let go of the graph, whose backward pass has run: freeing it is a part of the stage's time."""
         self.inbox = self.loss = self.rest = None
@@ -74,7 +66,7 @@ class Kept:
     """
 
     inbound: Crossing | None
-    calls: tuple[CallRecord, ...] | None
+    path: list[CallRecord]
     first: FirstRun
     sums: Mapping[int, tuple[Tensor, float]] | None
 
@@ -108,17 +100,15 @@ class Stages:
         first = self.interceptor.state.begin_first()
         with _telling(), nothing_saved(), self.interceptor.buffers.noted(first.formers, thorough=batch.thorough):
             saved, crossings = self.forward(stage, micro_batch, batch, copies)
-        calls = next((crossing.path.calls for crossing in crossings.values()), None)
         sums = _sums(saved, crossings) if batch.thorough else None
-        return Kept(inbound, calls, first, sums), {to: crossing.detached() for to, crossing in crossings.items()}
+        kept = Kept(inbound, _path(crossings), first, sums)
+        return kept, {to: crossing.detached() for to, crossing in crossings.items()}
 
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
         with recomputing(), self.interceptor.buffers.restored(), self.interceptor.state.restored(kept.first):
             saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
-        # The last stage ends at no boundary and has no path to compare.
-        calls = next((crossing.path.calls for crossing in crossings.values()), None)
-        same_path = _path(calls) == _path(kept.calls)
+        same_path = _path(crossings) == kept.path
         if not same_path or (kept.sums is not None and not _alike(_sums(saved, crossings), kept.sums)):
             raise CutError(
                 f"stage {stage} {'left other values' if same_path else 'took another path'} when micro-batch "
@@ -191,7 +181,11 @@ class Stages:
                 else:
                     entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
                     saved.rest = input_half(results, arrived, entry, whole=saved.whole)
-        returned = saved.returned()
+        returned: dict[int, Tensor] = {}
+        if saved.inbox is not None:
+            saved.inbox.check_hooks()
+            pairs = zip(saved.inbound, saved.inbox.gradients, strict=True)
+            returned = {number: gradient for number, gradient in pairs if gradient is not None}
         if whole:
             saved.release()
         return Returned(returned, frozenset(saved.used | came.used | returned.keys()))
@@ -263,9 +257,10 @@ def _alike(one: Mapping[int, tuple[Tensor, float]], other: Mapping[int, tuple[Te
     )
 
 
-def _path(calls: Sequence[CallRecord] | None) -> list[CallRecord] | None:
-    """What a run and its second one must have in common."""
-    return None if calls is None else [call._replace(changing=()) for call in calls]
+def _path(crossings: Crossings) -> list[CallRecord]:
+    """What a run and its second one must have in common; the last stage ends at no boundary and has no path."""
+    paths = [crossing.path for crossing in crossings.values()]
+    return [call._replace(changing=()) for path in paths[:1] for call in path.calls]
 
 
 def _ends(saved: Saved, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
