@@ -219,7 +219,7 @@ class Evaluations:
         )
         # a callback may exist on some ranks alone
         waits = not may_stream or self._world.agree(self._must_wait(loop, name), unanimous=False)
-        if not waits or batches.any:
+        if not waits or batches.begun:
             self._stream = EvaluationStream(self, loop, name, batches, waits=waits)
 
     def _must_wait(self, loop: Any, name: str) -> bool:

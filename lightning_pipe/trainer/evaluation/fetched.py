@@ -59,9 +59,9 @@ class FetchedBatches:
         return self._fetched - len(self._queue)
 
     @property
-    def any(self) -> bool:
-        """Whether a batch has been fetched."""
-        return self._fetched > 0
+    def begun(self) -> bool:
+        """Whether the fetcher has been asked, and has a batch or an error that the loop is to get."""
+        return self._fetched > 0 or self._end is not None
 
     def up_to(self, number: int) -> None:
         """Fetch all batches up to one, if there are so many."""

@@ -269,12 +269,13 @@ FAILURES: dict[str, tuple[Callable[[], Evaluated], Callable[[], DataLoader], str
     "exhausted": (Exhausts, loader, "validation_step raises StopIteration"),
     "step": (Breaks, loader, "the first stage fails in batch 3"),
     "data": (Evaluated, lambda: loader(fails_at=4 * SIZE + 1), "this row cannot be read"),
+    "unnamed": (Evaluated, lambda: loader(fails_at=1), "this row cannot be read"),  # before there are layers
 }
 
 
 def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, int]:
     """The error of an evaluation, with its notes, and the number of batches that were logged before."""
-    trainer, _, logger = build("plain", devices, schedule=schedule)
+    trainer, _, logger = build("unnamed" if name == "unnamed" else "plain", devices, schedule=schedule)
     try:
         trainer.validate(FAILURES[name][0]().double(), FAILURES[name][1](), verbose=False)
     except Exception as error:
