@@ -151,7 +151,7 @@ class AsynchronousPipeline:
         )
         if update:
             self.versions.collect(update)
-            pipeline.reduce_gradients()
+            pipeline.reductions.finish()
             self.versions.step(call.oldest)
         self._in_flight.pop(done, None)
         if known:  # earlier calls also agree on what travels and who holds what

@@ -93,6 +93,6 @@ class Batch:
 
 
 def _detached(result: Any) -> Any:
-    if isinstance(result, Tensor):
+    if isinstance(result, Tensor):  # torch's walk over containers would leave something for the garbage collector
         return result.detach()
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)

@@ -139,7 +139,7 @@ class BoundaryExchange:
 
     Besides the tensors that were used, those with one element travel: a step may log them in some batches alone.
 
-    A micro-batch goes by the plans that are there when it sets out. Plans are made of what is over (`agree`): at the
+    A micro-batch goes by the plans that are there when it sets out. Plans are made of what is over (`end`): at the
     end of a batch, and where batches follow each other between two of them, at both ends. Before there is one, and
     whenever a step takes a path that the plan does not know, the crossing goes in full over the slow path.
 
@@ -240,33 +240,30 @@ class BoundaryExchange:
     # ------------------------------------------------------------------ bookkeeping
 
     def begin_batch(self, kind: Hashable) -> None:
-        """Begin a batch that ends with `end_batch`; words that hold the host go unsaid as in batches of its kind."""
+        """Begin a batch that ends with `end`; words that hold the host go unsaid as in batches of its kind."""
         if not self.transport.inline_control:
             if len(self._kept) > _KINDS:  # at both ends: they have had the same batches
                 self._kept.clear()
             self._hops = self._kept.setdefault(kind, defaultdict(Hop))
 
-    def end_batch(self) -> None:
-        """End a batch, or all that follow each other: wait for all sends and bring new plans into force."""
-        for hop in (self._hops or {}).values():
-            hop.end()
-        self._hops = None
-        self._returned.clear()
-        self._used.clear()
-        # A buffer that nobody fills would take the first message of the next batch.
-        if self._posted:
-            raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
-        self.agree()
-
-    def agree(self, micro_batches: Iterable[int] | None = None) -> None:
-        """Make plans of transfers that are complete, and forget these once their sends are over.
+    def end(self, micro_batches: Iterable[int] | None = None) -> None:
+        """End the way of micro-batches: wait for their sends, and make plans of what has crossed.
 
         Both ends of a boundary make the same plans of the same transfers, before the same micro-batch sets out.
 
         Args:
             micro_batches: whose transfers, the same at both ends, of which the receivers come to all messages without
-                waiting for this rank; ``None``: all.
+                waiting for this rank; ``None``: all, and with them the batch.
         """
+        if micro_batches is None:
+            for hop in (self._hops or {}).values():
+                hop.end()
+            self._hops = None
+            self._returned.clear()
+            self._used.clear()
+            # A buffer that nobody fills would take the first message of the next batch.
+            if self._posted:
+                raise CommunicationError(f"internal error: {len(self._posted)} messages were posted and never used.")
         over = set(self._under_way if micro_batches is None else micro_batches)
         fresh: dict[_PlanKey, BoundaryPlan] = {}
         keys = [key for key in self.transfers if key.micro_batch in over]

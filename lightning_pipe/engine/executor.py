@@ -144,7 +144,7 @@ class Executor:
                 other; there micro-batches are numbered over all batches.
             again: the forwards among them that run again later, as ``(stage, micro_batch)``.
             over: the micro-batches that are done on this rank by then, while others stay under way; see
-                `BoundaryExchange.agree`. ``None``: all are done.
+                `BoundaryExchange.end`. ``None``: all are done.
         """
         self._again, board = again, self.exchange.transport.board
         try:
@@ -157,10 +157,7 @@ class Executor:
                     run(BoundaryKey.of(action), action.peer)
                 else:
                     run(action, StageKey.of(action))
-            if over is None:
-                self.exchange.end_batch()
-            else:
-                self.exchange.agree(over)
+            self.exchange.end(over)
         except BaseException:
             self.abandon()
             raise

@@ -151,7 +151,7 @@ class Pipeline(PartitionedModule):
             weights: the factor of each micro-batch's loss; they add up to 1 over the batch for a mean. A loss that
                 counts 0 has no gradients, even if it is NaN.
             seed: the seed of this batch's random streams, the same on all ranks of all pipelines.
-            reduce: ``False`` while gradients are still accumulated over batches; `reduce_gradients` later.
+            reduce: ``False`` while gradients are still accumulated over batches; `GradientSync.finish` later.
 
         Returns:
             What the step returned for each micro-batch, detached, on the ranks with the loss; empty elsewhere.
@@ -177,7 +177,7 @@ class Pipeline(PartitionedModule):
             self._buffer_sync.agree(buffers, len(micro_batches))
         if reduce:
             # Of later batches most are under way: `GradientSync.stage_done` starts each when its stage is done.
-            self.reduce_gradients()
+            self.reductions.finish()
         self.commit_statistics()
         self._buffer_sync.equalise()
         if not first:  # that batch also agrees on what travels and who holds what
@@ -214,10 +214,6 @@ class Pipeline(PartitionedModule):
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
         if (run := current_run()) is not None:
             run.returning(result)
-
-    def reduce_gradients(self) -> None:
-        """Sum ``parameter.grad`` over the holders of each parameter, all at once."""
-        self.reductions.finish()
 
     @contextmanager
     def recorded(self) -> Iterator[list[Event]]:

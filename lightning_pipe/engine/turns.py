@@ -42,34 +42,30 @@ class Turns:
 
     def run(self, batch: Batch) -> dict[int, Any]:
         """Run the step for all micro-batches; returns what it returned, on the rank with the loss of pipe 0."""
-        self._pipeline.executor.stages.interceptor.state.begin_batch()
+        interceptor, last = self._pipeline.executor.stages.interceptor, self._pipeline.loss_ranks[0]
+        interceptor.state.begin_batch()
         self._sending.clear()  # those of a batch that has failed
         for micro_batch in range(len(batch.micro_batches)):
-            self._run(batch, micro_batch)
+            run = TurnRun(
+                self._pipeline.names,
+                self._rank_of_layer,
+                last,
+                self,
+                partial(batch.streams.isolated, micro_batch),
+                batch.streams.torch.all,
+                interceptor.cache,
+            )
+            inputs = batch.slice(micro_batch)
+            batch.streams.seed_user_code(micro_batch)
+            run.tracker.digest.thorough = batch.thorough
+            begin_pass(0)
+            result = interceptor.follow(run, partial(batch.step, micro_batch, inputs))
+            batch.streams.end_user_code()
+            while self._sending:
+                self._sending.pop().wait()
+            if self.rank == last:
+                batch.keep(micro_batch, None, result)
         return batch.results
-
-    def _run(self, batch: Batch, micro_batch: int) -> None:
-        pipeline = self._pipeline
-        stages, last = pipeline.executor.stages, pipeline.loss_ranks[0]
-        run = TurnRun(
-            pipeline.names,
-            self._rank_of_layer,
-            last,
-            self,
-            partial(batch.streams.isolated, micro_batch),
-            batch.streams.torch.all,
-            stages.interceptor.cache,
-        )
-        inputs = batch.slice(micro_batch)
-        batch.streams.seed_user_code(micro_batch)
-        run.tracker.digest.thorough = batch.thorough
-        begin_pass(0)
-        result = stages.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
-        batch.streams.end_user_code()
-        while self._sending:
-            self._sending.pop().wait()
-        if self.rank == last:
-            batch.keep(micro_batch, None, result)
 
     def place(self, name: str, tensors: Iterable[Tensor], holder: int) -> int:
         """The rank that runs code with some parameters and buffers: always the same one, as long as it holds them."""

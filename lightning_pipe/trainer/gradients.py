@@ -136,7 +136,7 @@ class Gradients:
     def after_backward(self) -> None:
         """Sum accumulated gradients once they are complete: hooks are to see the gradients of all ranks."""
         if self._accumulated and not self.blocked:
-            self._pipeline.reduce_gradients()
+            self._pipeline.reductions.finish()
             self._accumulated = False
         if self._absent is not None:
             self._absent.show()

@@ -72,7 +72,7 @@ def measure(transport: Transport, rounds: int, scattered: bool) -> list[tuple[fl
         transport.barrier()  # all ranks have come to their last backward pass
         computed = time.perf_counter()
         if not beside:
-            pipeline.reduce_gradients()
+            pipeline.reductions.finish()
             transport.barrier()
         mine = (time.perf_counter() - start, time.perf_counter() - computed)
         times = transport.all_gather_object(mine, everyone)

@@ -34,7 +34,7 @@ def over_a_boundary(batches: list[Crossing], used: frozenset[int]) -> list[list[
             exchange.send(KEY, 1, batch)
             exchange.expect_gradients(KEY, 1)
             found.append(exchange.receive_gradients(KEY, 1))
-            exchange.end_batch()
+            exchange.end()
         return found
 
     def second(exchange: BoundaryExchange) -> list[Any]:
@@ -45,7 +45,7 @@ def over_a_boundary(batches: list[Crossing], used: frozenset[int]) -> list[list[
             found.append(exchange.receive(KEY, 0))
             gradients = {number: torch.ones(2) * 3 for number in used & set(found[-1].differentiable)}
             exchange.send_gradients(KEY, 0, Returned(gradients, used))
-            exchange.end_batch()
+            exchange.end()
         return found
 
     bodies: list[Callable[[BoundaryExchange], list[Any]]] = [first, second]
@@ -108,9 +108,9 @@ def test_what_has_set_out_keeps_the_plans_that_it_has() -> None:
                 exchange.send_gradients(key, 0, Returned({}, frozenset()))
             sent.append(sent_by(exchange))
             if number == 0:
-                exchange.agree((0,))
+                exchange.end((0,))
                 exchange.set_out(2, "shape")
-        exchange.end_batch()
+        exchange.end()
         return sent
 
     first, _ = on_both_ends(body)

@@ -262,16 +262,16 @@ def test_kinds_of_batches_are_kept_apart_and_many_are_forgotten_together() -> No
     words.begin_batch("short")
     assert words._hops is not None
     short = words._hops["forward"]
-    words.end_batch()
+    words.end()
     assert words._hops is None
     words.begin_batch("long")
     assert words._hops["forward"] is not short
-    words.end_batch()
+    words.end()
     words.begin_batch("short")
     assert words._hops["forward"] is short
     for kind in range(1000):
         words.begin_batch(kind)
-        words.end_batch()
+        words.end()
     assert len(words._kept) < 100
 
 
@@ -280,7 +280,7 @@ def test_words_are_forgotten_with_a_batch_that_failed() -> None:
     words.begin_batch("kind")
     assert words._hops is not None
     before = words._hops["forward"]
-    words.end_batch()
+    words.end()
     words.reset()
     words.begin_batch("kind")
     assert words._hops["forward"] is not before
