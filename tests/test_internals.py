@@ -50,9 +50,9 @@ def is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "self"
 
 
-def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def private_uses(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Private attributes that a module asks objects for, with ``vars`` and `replaced` too, and private imports."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("lightning_pipe", "recipes")):
@@ -64,26 +64,26 @@ def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 @functools.cache
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in SOURCES}
+def sources() -> dict[Path, list[ast.AST]]:
+    """All nodes of each module's tree: to walk takes longer than to look at them."""
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in SOURCES}
 
 
 def test_every_private_name_is_in_the_registers() -> None:
-    parsed = trees()
-    own = {name for tree in parsed.values() for name in defined(tree)}
+    own = {name for nodes in sources().values() for name in defined(nodes)}
     found = [
         f"{path.relative_to(ROOT)}:{line} {name}"
-        for path, tree in parsed.items()
+        for path, nodes in sources().items()
         if path.name not in REGISTERS
-        for line, name in private_uses(tree)
+        for line, name in private_uses(nodes)
         if name not in REGISTERED and name not in OTHERS and name not in own
     ]
     assert found == [], "\n".join(found)
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
+def defined(nodes: list[ast.AST]) -> Iterator[str]:
     """The private names that a module of ours defines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -93,7 +93,7 @@ def defined(tree: ast.Module) -> Iterator[str]:
 
 
 def test_every_private_name_of_the_registers_is_used() -> None:
-    used = {name for path, tree in trees().items() for node in ast.walk(tree) for name in mentioned(node, path)}
+    used = {name for path, nodes in sources().items() for node in nodes for name in mentioned(node, path)}
     assert sorted(REGISTERED - used) == []
 
 
@@ -110,9 +110,9 @@ def mentioned(node: ast.AST, path: Path) -> Iterator[str]:
 def test_no_private_name_is_imported_elsewhere() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
-        for path, tree in trees().items()
+        for path, nodes in sources().items()
         if path.name not in REGISTERS
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES
         for alias in node.names
         if is_private(alias.name) or any(map(is_private, (node.module or "").split(".")))

@@ -87,7 +87,7 @@ def test_recipes_keep_their_budget() -> None:
 
 
 def test_classes_stay_small(structure: Structure) -> None:
-    counts = {name: count for name, count in structure.attributes().items() if name.rsplit(".", 1)[1] not in OPTIONS}
+    counts = {name: count for name, count in structure.attributes.items() if name.rsplit(".", 1)[1] not in OPTIONS}
     assert {name: count for name, count in counts.items() if count > MOST_ATTRIBUTES} == {}
 
 

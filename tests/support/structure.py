@@ -84,12 +84,18 @@ class Structure:
         }
         return sorted(sorted(group) for group in groups)
 
+    @cached_property
+    def nodes(self) -> dict[str, list[ast.AST]]:
+        """For every module all nodes of its tree: to walk takes longer than to look at them."""
+        return {name: list(ast.walk(tree)) for name, tree in self.trees.items()}
+
+    @cached_property
     def attributes(self) -> dict[str, int]:
         """For every class the number of attributes that its methods assign to ``self``."""
         return {
             f"{name}.{node.name}": len(set(_self_assigned(node)))
-            for name, tree in self.trees.items()
-            for node in ast.walk(tree)
+            for name, nodes in self.nodes.items()
+            for node in nodes
             if isinstance(node, ast.ClassDef)
         }
 
@@ -102,7 +108,7 @@ class Structure:
 
     def classes(self) -> int:
         """How many classes there are."""
-        return len(self.attributes())
+        return len(self.attributes)
 
     def _imported(self, name: str, tree: ast.Module) -> Iterator[str]:
         for node in _running(tree):
@@ -179,8 +185,8 @@ def patches(structure: Structure) -> int:
     """The places in the code that replace something of another package for a time."""
     return sum(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("replaced", "Patch")
-        for tree in structure.trees.values()
-        for node in ast.walk(tree)
+        for nodes in structure.nodes.values()
+        for node in nodes
     )
 
 
@@ -196,7 +202,7 @@ def report(structure: Structure) -> str:
             files = sum(room(module) == name for module in structure.imports)
             if name in rooms:
                 lines.append(f"  {name} ({files} files): " + ", ".join(f"{target} {n}" for target, n in targets))
-    attributes = structure.attributes()
+    attributes = structure.attributes
     largest = max(attributes, key=lambda name: attributes[name])
     lines += [
         f"Arrows upwards: {len(structure.upward())}   circles: {len(structure.circles())}",

@@ -30,19 +30,18 @@ from tests.support.trainer_runs import QUIET, quiet
 LIBRARIES = ("torch", "lightning", "torchmetrics")
 
 
-def functions_of_libraries() -> dict[str, int]:
-    """The functions, methods and classes in all modules that are imported, by ``id``."""
-    found: dict[str, int] = {}
+def functions_of_libraries() -> list[tuple[Any, str, Any]]:
+    """The functions, methods and classes in all modules that are imported: where each is, its name, and itself."""
+    found: list[tuple[Any, str, Any]] = []
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] not in LIBRARIES or not isinstance(module, types.ModuleType):
             continue
-        for name, value in list(vars(module).items()):
-            if inspect.isfunction(value) or isinstance(value, type):
-                found[f"{module_name}.{name}"] = id(value)
+        for name, value in vars(module).items():
+            if isinstance(value, (types.FunctionType, type)):
+                found.append((module, name, value))
             if isinstance(value, type) and value.__module__ == module_name:
-                for attribute, method in vars(value).items():
-                    if inspect.isfunction(method):
-                        found[f"{module_name}.{name}.{attribute}"] = id(method)
+                methods = [each for each in vars(value).items() if isinstance(each[1], types.FunctionType)]
+                found += [(value, *method) for method in methods]
     return found
 
 
@@ -96,8 +95,7 @@ def runs(process: int, fails: bool, **options: Any) -> list[str]:
     wrong: list[str] = []
 
     def check(run: str) -> None:
-        after = functions_of_libraries()
-        wrong.extend(f"{run}: {name}" for name, value in before.items() if after.get(name) != value)
+        wrong.extend(f"{run}: {name} of {owner}" for owner, name, value in before if vars(owner).get(name) is not value)
         now = attributes_of(trainer, module)
         wrong.extend(f"{run}: {name} {now[name] ^ attributes[name]}" for name in now if now[name] != attributes[name])
         wrong.extend(f"{run}: still replaced: {name} of {owner}" for owner, name in replacements())
