@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from lightning_pipe.errors import ScheduleError
 from lightning_pipe.schedules import Action, Family, Kind, OneFOneB, PipeDream, PipeDream2BW
 from lightning_pipe.schedules.asynchronous.calls import Call
 from lightning_pipe.schedules.asynchronous.stream import Stream, stream
+from tests.support.pairs import slow_but
 
+FAST: list[tuple[Family, int, int | None]] = [
+    (PipeDream(), 1, None),
+    (PipeDream(), 4, None),
+    (PipeDream(), 3, 5),
+    (PipeDream(vertical_sync=True), 4, None),
+    (PipeDream2BW(4), 2, None),
+    (PipeDream2BW(6), 4, None),
+    (PipeDream(replicas=(2, 1, 1)), 4, None),
+    (PipeDream(replicas=(1, 3)), 4, None),
+]
 CASES: list[tuple[Family, int, int | None]] = [
     *((PipeDream(), ranks, None) for ranks in (1, 2, 3, 4, 8)),
     (PipeDream(), 3, 5),
@@ -36,8 +49,7 @@ def test_pipedream(ranks: int) -> None:
             assert found.version(rank, number) == max(0, number - (ranks - 1 - rank))
 
 
-@pytest.mark.parametrize("ranks", range(1, 5))
-@pytest.mark.parametrize("size", [4, 6, 8])
+@pytest.mark.parametrize(("ranks", "size"), slow_but(product(range(1, 5), [4, 6, 8]), (1, 4), (2, 4), (4, 6)))
 def test_2bw(ranks: int, size: int) -> None:
     found = stream(PipeDream2BW(size), ranks)
     assert (found.micro_batches, found.lag) == (size, int(ranks > 1))
@@ -51,7 +63,7 @@ def test_2bw(ranks: int, size: int) -> None:
             assert found.version(rank, first) == max(0, number - 1)
 
 
-@pytest.mark.parametrize(("family", "ranks", "stages"), CASES, ids=str)
+@pytest.mark.parametrize(("family", "ranks", "stages"), slow_but(CASES, *FAST), ids=str)
 def test_every_action_once_on_a_version_that_exists(family: Family, ranks: int, stages: int | None) -> None:
     found = stream(family, ranks, stages)
     size, number = found.micro_batches, 40
@@ -79,7 +91,9 @@ def test_every_action_once_on_a_version_that_exists(family: Family, ranks: int, 
 
 
 # stages of equal cost are no balanced load for unequal replicas
-@pytest.mark.parametrize(("family", "ranks", "stages"), [case for case in CASES if case[0].pipes == 1], ids=str)
+@pytest.mark.parametrize(
+    ("family", "ranks", "stages"), slow_but([case for case in CASES if case[0].pipes == 1], *FAST), ids=str
+)
 def test_no_rank_waits_in_the_steady_state(family: Family, ranks: int, stages: int | None) -> None:
     found = stream(family, ranks, stages)
     # with several stages on some ranks, the rank with most of them works all the time
