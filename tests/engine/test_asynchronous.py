@@ -120,12 +120,16 @@ def test_pipedream_is_not_sgd_nor_vertical_sync() -> None:
 
 @pytest.mark.parametrize(
     ("family", "versions"),
-    [
+    slow_but(
+        [
+            (PipeDream(), [4, 3, 2, 1]),
+            (PipeDream(vertical_sync=True), [4, 4, 4, 4]),
+            (PipeDream2BW(4), [2, 2, 2, 2]),
+            (PipeDream(replicas=(2, 1, 1)), [2, 2, 2, 1]),
+        ],
         (PipeDream(), [4, 3, 2, 1]),
-        (PipeDream(vertical_sync=True), [4, 4, 4, 4]),
         (PipeDream2BW(4), [2, 2, 2, 2]),
-        (PipeDream(replicas=(2, 1, 1)), [2, 2, 2, 1]),
-    ],
+    ),
     ids=str,
 )
 def test_versions_and_activations_held_are_those_of_the_schedule(

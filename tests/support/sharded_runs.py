@@ -203,12 +203,14 @@ class Sharded(Point):
         parameters: whether the replicas divide parameters.
         recompute: of the strategy.
         reshard: whether only the stage that computes is whole.
+        looks: whether losses are compared in the first batch.
     """
 
     tensor: int = 1
     parameters: bool = True
     recompute: str = "never"
     reshard: bool = False
+    looks: bool = True
 
     def __str__(self) -> str:
         return f"{super().__str__()}-t{self.tensor}" + "-fsdp" * self.parameters + "-reshard" * self.reshard
@@ -221,6 +223,7 @@ class Sharded(Point):
             "tensor_parallel_size": self.tensor,
             "recompute": self.recompute,
             "reshard_after_forward": self.reshard,
+            "compare_losses": self.looks,
         }
 
     @property

@@ -98,7 +98,7 @@ def train(process: int, devices: int, folder: Path, kinds: list[str]) -> dict[st
 
 def trained(process: int, devices: int, folder: Path, kind: str) -> Ended:
     L.seed_everything(3, verbose=False)
-    strategy: Any = PipeStrategy(micro_batches=2, gather_limit=0) if devices > 1 else "auto"
+    strategy: Any = PipeStrategy(micro_batches=2, gather_limit=0, compare_losses=False) if devices > 1 else "auto"
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, **QUIET)
     if kind == "lora" and devices > 1:
         with trainer.init_module():
