@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -180,7 +181,9 @@ def replace_tensors(node: Any, replace: Callable[[Tensor], Any]) -> Any:
     if isinstance(node, Tensor):
         return replace(node)
     if isinstance(node, dict):
-        return _like(node, {key: replace_tensors(value, replace) for key, value in node.items()})
+        made = copy(node)  # of its type, with its attributes: the versions in a module's state
+        made.update({key: replace_tensors(value, replace) for key, value in node.items()})
+        return made
     if type(node) in (list, tuple):
         return type(node)(replace_tensors(value, replace) for value in node)
     return node
@@ -196,17 +199,6 @@ def divided_as(state: Any, parameter: Tensor | None) -> Any:
         return with_local(share(tensor, parameter).to(parameter.device, copy=True), parameter) if alike else tensor
 
     return replace_tensors(state, part)
-
-
-def _like(node: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dictionary of the same type with other items; its attributes (the versions in a module's state) stay."""
-    if type(node) is dict:
-        return items
-    copy = node.copy()
-    copy.clear()
-    copy.update(items)
-    vars(copy).update(getattr(node, "__dict__", {}))
-    return copy
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
