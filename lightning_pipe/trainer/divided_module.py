@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
@@ -142,17 +141,7 @@ class DividedModule:
             raise
         initialise_meta(module, self._seed)
         if chosen is None:
-            none = [0] * world.layout.stages
-            whole = Pipeline(
-                module,
-                [],
-                none,
-                options.family,
-                world.transport,
-                recompute=options.recompute,
-                deferred_batch_norm=options.deferred_batch_norm,
-            )
-            report = Report(module, whole)
+            report = Report(module, self._pipeline([], [0] * world.layout.stages))
         else:
             before = before or resume_divided(module, chosen.layers, world.transport, world.layout.stages)
             report = self._cut(chosen, before)
@@ -168,8 +157,13 @@ class DividedModule:
         self._changed.enter_context(unheard(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
         if world.layout.data_parallel_size == 1:  # values are those of the whole batch on all ranks already
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
-        late = partial(self._by_first_batch, pipeline) if chosen is None else None
-        self.run = PipelineRun(options, report, self._seed, late)
+
+        def by_first_batch(calls: list[Call]) -> Report:
+            if module.trainer.state.fn == TrainerFn.FITTING:
+                _trained[module] = self._known[0], calls
+            return self._cut(self._choose(calls), whole=pipeline)
+
+        self.run = PipelineRun(options, report, self._seed, by_first_batch if chosen is None else None)
         self._known = names_of(module, options.layers)
 
     # ------------------------------------------------------------------ which layers, and how many for each stage
@@ -200,20 +194,6 @@ class DividedModule:
             return self._choose(calls) if known else None
         return Chosen(clear or find_layers(module, None, world.layout.stages))
 
-    def _by_first_batch(self, pipeline: Pipeline, calls: list[Call]) -> Report:
-        """Divide a module that is whole on all ranks by what its first batch has called.
-
-        Args:
-            pipeline: the module over the ranks.
-            calls: what it has called.
-
-        Raises:
-            PartitionError: it has called fewer layers than there are stages.
-        """
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            _trained[self._module] = self._known[0], calls
-        return self._cut(self._choose(calls), whole=pipeline)
-
     def _choose(self, calls: Sequence[Call]) -> Chosen:
         """The layers of a module of which it is known what its step calls.
 
@@ -231,8 +211,13 @@ class DividedModule:
         return choose(self._module, calls, stages, passes=MOST_PASSES if repeats else 1)
 
     def _asks_for_work(self, layers: Layers) -> bool:
-        """Whether the layers are to be balanced by work that parameters do not tell: that of convolutions."""
-        return self._world.layout.stages > 1 and self._options.balance == AUTO and has_convolutions(layers)
+        """Whether the layers are to be balanced by work that parameters do not tell: that of convolutions.
+
+        They compute as often with each parameter as their image has places.
+        """
+        if self._world.layout.stages == 1 or self._options.balance != AUTO:
+            return False
+        return any(isinstance(part, ConvNd) for _, layer in layers for part in layer.modules())
 
     def _cut(self, chosen: Chosen, before: Pipeline | None = None, whole: Pipeline | None = None) -> Report:
         """Give each rank its stages, and free all other layers. Collective if the balance asks for measured costs.
@@ -271,19 +256,15 @@ class DividedModule:
         if whole is not None:
             undivided.divide(whole, layers, counts, passes)
             return Report(module, whole, notes, costs, built)
-        pipeline = Pipeline(
-            module,
-            layers,
-            counts,
-            options.family,
-            self._world.transport,
-            recompute=options.recompute,
-            deferred_batch_norm=options.deferred_batch_norm,
-            passes=passes if before is None else before.passes,
-            before=before,
-        )
+        pipeline = self._pipeline(layers, counts, passes=passes if before is None else before.passes, before=before)
         pipeline.partition()
         return Report(module, pipeline, notes, costs, built)
+
+    def _pipeline(self, layers: Layers, counts: list[int], **options: Any) -> Pipeline:
+        """The module over the ranks, with so many of the layers in each stage, as the user's options say."""
+        family, recompute, deferred = self._options.family, self._options.recompute, self._options.deferred_batch_norm
+        options |= {"recompute": recompute, "deferred_batch_norm": deferred}
+        return Pipeline(self._module, layers, counts, family, self._world.transport, **options)
 
     def _balance(self, chosen: Chosen) -> tuple[list[int], tuple[str, ...], Costs | None]:
         """The layers of each stage, the same on all processes, with notes and costs of the `Report`."""
@@ -328,8 +309,3 @@ def may_be_whole(module: nn.Module, device: torch.device) -> bool:
     if any(is_deferred(parameter) or parameter.is_meta for parameter in module.parameters()):
         return False
     return device.type != "cuda" or size_of(module) <= torch.cuda.get_device_properties(device).total_memory / 4
-
-
-def has_convolutions(layers: Layers) -> bool:
-    """Whether a layer computes as often with each parameter as its image has places: parameters tell no work."""
-    return any(isinstance(part, ConvNd) for _, layer in layers for part in layer.modules())
