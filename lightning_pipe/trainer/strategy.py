@@ -512,8 +512,6 @@ class PipeStrategy(ParallelStrategy):
         if self._save_folder:
             with self.sharding.in_parts():  # the optimizers know parameters by their parts
                 checkpoints.save_folder(checkpoint, filepath, self.optimizers)
-        elif self.world.interrupted:  # all of it is here
-            super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             checkpoints.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
 
