@@ -195,12 +195,10 @@ class StepOfBatch:
         common = self._user_step
         again = is_recomputing()
         common.metrics.share = self.micro_batches.shares[index] if len(self.micro_batches.parts) > 1 else None
-        # a run that computes a micro-batch again logs what was logged before
-        recording = common.log.recording(self._logged, index, counts=not again)
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
         before = None if self._training or again or len(self.micro_batches.parts) > 1 else self.before
         undoing = common.traces.undoing(self._traces, before, common.metrics.remembered)
-        with recording, undoing, self._context():
+        with common.log.recording(self._logged, index), undoing, self._context():
             result = self._run(micro_batch)
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)

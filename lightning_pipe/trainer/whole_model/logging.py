@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,18 +26,9 @@ _log, _to = pl.LightningModule.log, ResultMetric.to
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
-class LogKey(NamedTuple):
-    """What the calls of ``self.log`` in different micro-batches have in common.
-
-    Args:
-        module: dotted name of the LightningModule that logged; empty for the outermost.
-        name: the name of the value.
-        occurrence: how many times this name had been logged before in the same step.
-    """
-
-    module: str
-    name: str
-    occurrence: int
+LogKey = tuple[str, str, int]
+"""What the calls of ``self.log`` in different micro-batches have in common: the dotted name of the LightningModule that
+logged (empty for the outermost), the value's name, and how often the same step had logged that name before."""
 
 
 @dataclass
@@ -145,15 +136,14 @@ class Log:
             yield
 
     @contextmanager
-    def recording(self, logged: Logged, micro_batch: int, *, counts: bool = True) -> Iterator[None]:
-        """Around one run of the step: its entries are added, unless it ends early or does not count."""
+    def recording(self, logged: Logged, micro_batch: int) -> Iterator[None]:
+        """Around one run of the step: what the first one that does not end early logs stands for its micro-batch."""
         self._current = {}
         try:
             yield
             for entry in self._current.values():
                 entry.complete()
-            if counts:
-                logged[micro_batch] = self._current
+            logged.setdefault(micro_batch, self._current)
         finally:
             self._current = None
 
@@ -198,7 +188,8 @@ class Log:
             own_batch: whether it is the batch that the Trainer takes the number of samples from.
         """
         for one in merged:
-            module: Any = self.module.get_submodule(one.key.module)
+            owner, name, _ = one.key
+            module: Any = self.module.get_submodule(owner)
             options = dict(one.options)
             partial = len(one.values) < micro_batches or not own_batch
             counted = options.get("batch_size") is not None
@@ -210,7 +201,7 @@ class Log:
                 metric: Any = self.module.get_submodule(one.metric)
                 metric._forward_cache = value
                 value, options["metric_attribute"] = metric, one.metric
-            _log(module, one.key.name, value, **options)
+            _log(module, name, value, **options)
 
     def _record(self, owner: str, module: pl.LightningModule, name: str, value: Any, options: dict[str, Any]) -> None:
         if options.get("sync_dist_group") is not None:
@@ -238,7 +229,7 @@ class Log:
                 return
         assert self._current is not None
         occurrence = sum(key[:2] == (owner, name) for key in self._current)
-        key, origin = LogKey(owner, name, occurrence), value if isinstance(value, Tensor) else None
+        key, origin = (owner, name, occurrence), value if isinstance(value, Tensor) else None
         reduction = "mean" if metric else _reduction(options.get("reduce_fx", "mean"))
         self._current[key] = Merged(key, metric, options, reduction, [kept], origin=origin)
 

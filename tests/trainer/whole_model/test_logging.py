@@ -47,7 +47,7 @@ def merge(logged: Logged, samples: list[float]) -> list[Merged]:
 
 
 def results(logged: Logged, samples: list[float]) -> dict[str, float]:
-    return {one.key.name: one.result for one in merge(logged, samples)}
+    return {one.key[1]: one.result for one in merge(logged, samples)}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_batch_size_of_whole_batches_is_no_weight_in_smaller_ones_either() -> No
 
 def test_values_logged_by_some_micro_batches_alone() -> None:
     calls = [[("x", 1.0, {})], [("y", 4.0, {})], [("x", 3.0, {})]]
-    merged = {one.key.name: one for one in merge(recorded(calls), [2, 2, 2])}
+    merged = {one.key[1]: one for one in merge(recorded(calls), [2, 2, 2])}
     assert merged["x"].result == 2.0
     assert (merged["x"].values, merged["x"].weight) == ([1.0, 3.0], 4)
 
@@ -117,13 +117,20 @@ def test_parts_of_several_ranks() -> None:
 def test_runs_cut_short_are_forgotten() -> None:
     module = Module()
     log, logged = Log(module, {}), Logged()
-    with log.installed():
-        with contextlib.suppress(KeyboardInterrupt), log.recording(logged, 0):
-            module.log("x", 1.0)
-            raise KeyboardInterrupt
-        with log.recording(logged, 1, counts=False):
-            module.log("x", 1.0)
+    with log.installed(), contextlib.suppress(KeyboardInterrupt), log.recording(logged, 0):
+        module.log("x", 1.0)
+        raise KeyboardInterrupt
     assert logged == {}
+
+
+def test_runs_that_compute_again_count_no_more() -> None:
+    module = Module()
+    log, logged = Log(module, {}), Logged()
+    with log.installed():
+        for value in (1.0, 2.0):
+            with log.recording(logged, 0):
+                module.log("x", value)
+    assert results(logged, [1]) == {"x": 1.0}
 
 
 def test_a_value_changed_later_is_kept_as_it_was() -> None:
