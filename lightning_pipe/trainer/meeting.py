@@ -27,6 +27,7 @@ class Meetings:
 
     def __init__(self, board: FailureBoard, gone: Callable[[], bool]) -> None:
         self._board, self._transport, self._gone = board, board.transport, gone
+        self._processes, self._name = range(board.transport.topology.world_size), board.transport.describe()
         self._count = 0
 
     def come(self, what: str) -> None:
@@ -97,14 +98,6 @@ class Meetings:
             where = "; ".join(f"{self._transport.describe(process)} {note}" for process, note in waits.items())
             raise _alone(f"{what} is called on {self._name}, and not on all others: {where}.")
         return waits
-
-    @property
-    def _processes(self) -> range:
-        return range(self._transport.topology.world_size)
-
-    @property
-    def _name(self) -> str:
-        return self._transport.describe()
 
 
 def _alone(text: str) -> CollectiveError:

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import uuid
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,12 +34,8 @@ def read(path: str, weights_only: bool | None) -> Any:
         CheckpointError: it is none, or not a whole one.
     """
     try:
-        try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            if "mmap" not in str(error):  # a file in torch's old format
-                raise
-        return torch.load(path, map_location="cpu", weights_only=weights_only)
+        # a file in torch's old format cannot be mapped
+        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, LookupError, ValueError) as error:
         size = os.path.getsize(path) if os.path.isfile(path) else 0
         raise CheckpointError(
