@@ -180,7 +180,7 @@ class PipeStrategy(ParallelStrategy):
         self.sharding = ModelSharding(self)
         self._divided: DividedModule | None = None
         self._save_folder, self._gather_limit = save_distributed_checkpoint, gather_limit
-        self._backend, self._timeout, self._rank_order = process_group_backend, timeout, rank_order
+        self.process_group_backend, self.timeout, self.rank_order = process_group_backend, timeout, rank_order
         self._holders: dict[str, tuple[int, ...]] = {}
         self._changed = ExitStack()
 
@@ -279,9 +279,8 @@ class PipeStrategy(ParallelStrategy):
         trainer, world = module.trainer, self.world
         self.set_world_ranks()
         check_world_size(self.processes_here, self.num_nodes, environment)
-        place = self.root_device, environment, self._backend, self._timeout, self.num_nodes, self._rank_order
         world.begin_run(trainer)
-        world.open(self.layout, self.family, *place)
+        world.open(self)
         seed = world.share_randomness()
         if self.world_size > 1:
             self._changed.enter_context(world.signals.installed())

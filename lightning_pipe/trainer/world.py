@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -20,9 +20,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_pipe.config import RankOrder, RunLayout
+from lightning_pipe.config import RunLayout
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
-from lightning_pipe.schedules import Family
 from lightning_pipe.trainer.connect import connect, listen_on_loopback
 from lightning_pipe.trainer.launcher import ScriptLauncher
 from lightning_pipe.trainer.meeting import Meetings
@@ -30,6 +29,9 @@ from lightning_pipe.trainer.signals import ENDINGS, Signals
 from lightning_pipe.transport.arrangement import open_transport, topology_of
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.failures import FailureBoard, Kind, default_store, tell
+
+if TYPE_CHECKING:
+    from lightning_pipe.trainer.strategy import PipeStrategy
 
 T = TypeVar("T")
 _LATER = timedelta(seconds=10)
@@ -98,28 +100,13 @@ class World:
 
     # ------------------------------------------------------------------ beginning, end and failure
 
-    def open(
-        self,
-        layout: RunLayout,
-        family: Family,
-        device: torch.device,
-        environment: ClusterEnvironment,
-        backend: str | None,
-        timeout: timedelta,
-        hosts: int = 1,
-        rank_order: RankOrder = "pipeline",
-    ) -> None:
+    def open(self, options: PipeStrategy) -> None:
         """Connect the processes, unless an earlier run has. Collective.
 
+        The rank with the schedule's loss becomes the first process of each pipeline.
+
         Args:
-            layout: sizes of pipelines and replicas.
-            family: the schedule: the rank with its loss becomes the first process of each pipeline.
-            device: this process's device.
-            environment: how the processes find each other.
-            backend: torch.distributed's; ``None`` chooses by device.
-            timeout: the longest that one process waits for another.
-            hosts: on how many hosts the processes are.
-            rank_order: whose processes have neighbouring numbers.
+            options: the strategy, which has the user's options, and knows the devices and the cluster environment.
 
         Raises:
             CommunicationError: a process does not come, or the last run of these processes has failed.
@@ -135,13 +122,16 @@ class World:
                     "PipeStrategy. The module may be the same.",
                 )
             return
-        self.layout, topology = layout, topology_of(layout, family, rank_order, hosts)
+        layout, device, environment = options.layout, options.root_device, options.cluster_environment
+        assert environment is not None
+        timeout, hosts = options.timeout, options.num_nodes
+        self.layout, topology = layout, topology_of(layout, options.family, options.rank_order, hosts)
         if topology.tensor > 1:
             topology = replace(topology, tensor_rank=environment.global_rank() % topology.tensor)
         if layout.world_size == 1:
             self._transport = open_transport(topology, device, timeout)
             return
-        backend = backend or dist.get_default_backend_for_device(device)
+        backend = options.process_group_backend or dist.get_default_backend_for_device(device)
         if hosts == 1:
             listen_on_loopback()
         with _connecting(timeout):

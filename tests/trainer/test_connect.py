@@ -13,9 +13,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_pipe.config import layout
+from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError, ConfigurationError
-from lightning_pipe.schedules import get
 from lightning_pipe.trainer import connect
 from lightning_pipe.trainer.world import World
 from tests.support.processes import free_port, run_trainers
@@ -104,8 +103,11 @@ def opened(process: int) -> tuple[set[str], str | None]:
     environment = LightningEnvironment()
     environment.set_world_size(2)
     environment.set_global_rank(process)
+    devices = [torch.device("cpu")] * 2
+    strategy = PipeStrategy("gpipe", timeout=timedelta(seconds=20), parallel_devices=devices)
+    strategy.cluster_environment = environment
     world = World()
-    world.open(layout(2), get("gpipe"), torch.device("cpu"), environment, "gloo", timedelta(seconds=20))
+    world.open(strategy)
     world.transport.make_groups([(0, 1)])
     world.barrier()
     return listening(), os.environ.get("GLOO_SOCKET_IFNAME")
