@@ -114,11 +114,6 @@ class PartitionedModule:
         """Whether every rank holds one stage of one pipe: batches then pass each rank once, in one direction."""
         return len(self.placement) == len(set(self.placement.values())) == self.transport.topology.ranks
 
-    @property
-    def loss_process(self) -> int:
-        """The process that speaks for this replica: the rank with the last stage of pipe 0."""
-        return self.transport.peers[self.loss_ranks[0]]
-
     @cached_property
     def pipeline_members(self) -> tuple[int, ...]:
         """The processes of this pipeline, sorted."""

@@ -225,13 +225,13 @@ class Pipeline(PartitionedModule):
         finally:
             self.executor.events = self.training_executor.events = None
 
-    def timeline(self, events: Sequence[Event], title: str | None = None) -> Timeline:
+    def timeline(self, events: Sequence[Event]) -> Timeline:
         """The measured timeline of the whole pipeline. Collective over it; right for the ranks of one host."""
         gathered = self.transport.all_gather_object(list(events), self.pipeline_members)
         return Timeline.of(
             [event for of_rank in gathered for event in of_rank],
             ranks=self.transport.topology.ranks,
-            title=title or self.family.name,
+            title=self.family.name,
             unit="s",
             global_ranks=self.transport.topology.pipeline_processes(self.transport.replica),
         )

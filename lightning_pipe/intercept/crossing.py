@@ -60,15 +60,11 @@ class Crossing:
         """What a skip carries for a micro-batch that stashed no tensor."""
         return replace(self, path=RunRecord(self.path.calls, ()), tensors={})
 
-    def laid_out(self) -> Crossing:
-        """The same values with the strides that the tensors had where they left."""
-        specs = {entry.number: entry.spec for entry in self.path.entries}
-        tensors = {number: specs[number].lay_out(value) for number, value in self.tensors.items()}
-        return replace(self, tensors=tensors)
-
     def copied(self) -> Crossing:
-        """Copies of the values, with the same strides, which ``clone()`` alone does not give to what is expanded."""
-        return replace(self, tensors={number: value.clone() for number, value in self.tensors.items()}).laid_out()
+        """Copies with the strides of what has left, which ``clone()`` alone does not give to what is expanded."""
+        specs = {entry.number: entry.spec for entry in self.path.entries}
+        tensors = {number: specs[number].lay_out(value.clone()) for number, value in self.tensors.items()}
+        return replace(self, tensors=tensors)
 
     def joined(self, other: Crossing) -> Crossing:
         """This and what an earlier stage sends to the same one: this path has all of its calls, and more.

@@ -28,7 +28,7 @@ def test_stages_are_ranges_of_layers_on_their_ranks() -> None:
     assert first.stage_layers == [range(1), range(1, 4)]
     assert (list(first.stages_here), list(last.stages_here)) == ([0], [1])
     assert (first.is_loss_rank, last.is_loss_rank) == (False, True)
-    assert (first.loss_process, last.loss_process) == (1, 1)
+    assert (first.loss_ranks, last.loss_ranks) == ((1,), (1,))
     assert [name for name, _ in last.local_parameters()] == [f"{n}.{part}" for n in (1, 2, 3) for part in WEIGHTS]
 
 

@@ -54,7 +54,7 @@ def test_copies_have_the_strides_of_what_was_expanded() -> None:
 def test_values_get_the_strides_that_they_had() -> None:
     transposed = torch.arange(6.0).reshape(2, 3).t()
     path = crossing(0, {0: transposed, 1: torch.ones(())}).path
-    laid = Crossing(path, {0: transposed.contiguous()}).laid_out().tensors
+    laid = Crossing(path, {0: transposed.contiguous()}).copied().tensors
     assert list(laid) == [0]
     assert laid[0].stride() == (1, 3)
     assert torch.equal(laid[0], transposed)

@@ -43,7 +43,7 @@ class Loaders:
             )
         if layout.pipeline_parallel_size * layout.tensor_parallel_size == 1:
             return loader
-        source = self._pipeline.loss_process
+        source = transport.peers[self._pipeline.loss_ranks[0]]
         share = partial(self.channel.share, source=source, purpose=BATCHES)
         shared = SharedDataLoader(loader, transport, source, share)
         # Lightning repeats no sample in a prediction, so lengths differ there, and nothing waits for other replicas

@@ -375,7 +375,7 @@ def test_objects_of_broadcasts_that_are_on_their_way_are_not_taken_for_turns(pur
     net, data, found = Twice(), batch(), list[Any]()
 
     def evaluate(pipeline: Any, module: Any) -> None:
-        transport, source = pipeline.transport, pipeline.loss_process
+        transport, source = pipeline.transport, pipeline.transport.peers[pipeline.loss_ranks[0]]
         channel = NonBlockingBroadcast(transport)
         if transport.process == source:
             channel.share("a batch", source, purpose)
