@@ -20,8 +20,8 @@ from tests.support.processes import outcomes, results
 
 SECONDS = 120
 pytestmark = pytest.mark.timeout(SECONDS + 15)
-BLOCKS = 48
-"""Of text: half of what the scripts take by themselves."""
+BLOCKS = 32
+"""Of text, in two batches: a third of what the scripts take by themselves."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
