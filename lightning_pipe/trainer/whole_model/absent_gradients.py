@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -21,25 +22,12 @@ from lightning_pipe.intercept.absent_tensor import AbsentTensor, Origin
 from lightning_pipe.parameters.mixing import after_closure
 from lightning_pipe.torch_internals import DisableTorchFunctionSubclass
 
-
-class _SummedElsewhere:
-    """Says where the sum of a gradient is; the rest is known to the ownership of the parameters."""
-
-    remedy = (
-        'shard_optimizer="gradients" sums each gradient for the process that updates the parameter: change it in place '
-        "on all ranks, or read it under `if trainer.strategy.pipeline.reductions.shards.mine(parameter)`. With "
-        "shard_optimizer=True all holders have it until it is clipped. The norm of all gradients comes from "
-        "trainer.strategy.grad_norm(), and a limit on it is Trainer(gradient_clip_val=…)."
-    )
-
-    def __init__(self, pipeline: Pipeline, owner: int) -> None:
-        transport = pipeline.transport
-        self._what = f"only {transport.describe(owner)} gets the summed gradient of"
-        self.sharing, self.needed = pipeline.ownership.sharing, pipeline.ownership.needed
-
-    def place(self, names: Sequence[str]) -> str:
-        """Which rank has it, in words."""
-        return f"{self._what} {', '.join(map(repr, names))}"
+_SUMMED_ELSEWHERE = (
+    'shard_optimizer="gradients" sums each gradient for the process that updates the parameter: change it in place on '
+    "all ranks, or read it under `if trainer.strategy.pipeline.reductions.shards.mine(parameter)`. With "
+    "shard_optimizer=True all holders have it until it is clipped. The norm of all gradients comes from "
+    "trainer.strategy.grad_norm(), and a limit on it is Trainer(gradient_clip_val=…)."
+)
 
 
 class AbsentGradients:
@@ -86,22 +74,24 @@ class AbsentGradients:
         self._gradients = []
         for name in dict.fromkeys(name for names in found for name in names):
             parameter = named[name]
-            if pipeline.holds(name):
-                origin = self._summed_for(name, parameter)
-                if origin is None:
-                    continue
-            elif isinstance(parameter, AbsentTensor):
-                origin = parameter.origin
-            else:
-                continue
-            self._gradients.append((parameter, AbsentTensor.like(parameter.detach(), origin)))
+            if (origin := self._elsewhere(name, parameter)) is not None:
+                self._gradients.append((parameter, AbsentTensor.like(parameter.detach(), origin)))
 
-    def _summed_for(self, name: str, parameter: nn.Parameter) -> Origin | None:
-        """Where the gradient of a parameter of this rank is summed; ``None``: here."""
-        reductions = self._pipeline.reductions
+    def _elsewhere(self, name: str, parameter: nn.Parameter) -> Origin | None:
+        """Where the gradient of a parameter is, or the sum of it; ``None``: here."""
+        pipeline, reductions = self._pipeline, self._pipeline.reductions
+        if not pipeline.holds(name):
+            return parameter.origin if isinstance(parameter, AbsentTensor) else None
         if not reductions.scattered or reductions.shards.mine(parameter):
             return None
-        return Origin((name,), _SummedElsewhere(self._pipeline, reductions.shards.owner(parameter)))
+        owner, ownership = pipeline.transport.describe(reductions.shards.owner(parameter)), pipeline.ownership
+        home: Any = SimpleNamespace(
+            remedy=_SUMMED_ELSEWHERE,
+            place=lambda names: f"only {owner} gets the summed gradient of {', '.join(map(repr, names))}",
+            sharing=ownership.sharing,
+            needed=ownership.needed,
+        )
+        return Origin((name,), home)
 
     def _set(self, *, shown: bool = True) -> None:
         with DisableTorchFunctionSubclass():  # twice as fast, for every parameter in every batch
