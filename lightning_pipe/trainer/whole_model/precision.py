@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.engine.whole_gradients import gradient_norm, unscaling_together
-from lightning_pipe.patches import replaced
+from lightning_pipe.patches import all_replaced
 
 
 def loss_scale(plugin: Precision) -> float:
@@ -21,8 +20,7 @@ def loss_scale(plugin: Precision) -> float:
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
-@contextmanager
-def deciding_together(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
+def deciding_together(plugin: Precision, pipeline: Pipeline) -> AbstractContextManager[None]:
     """Let the plugin limit the norm of the whole model's gradients inside, and skip steps with overflows on all ranks.
 
     Replicas may differ even where each has all sums: code of the user has changed gradients on one of them. With a
@@ -44,12 +42,11 @@ def deciding_together(plugin: Precision, pipeline: Pipeline) -> Iterator[None]:
     reductions = pipeline.reductions
     # torch (2.13) refuses plain tensors and DTensors in one operation
     foreach = None if reductions.sharded is None else False
-    with ExitStack() as changed:
-        if scaler is not None:
-            unscale = unscaling_together(scaler._unscale_grads_, pipeline)
-            changed.enter_context(replaced(scaler, "_unscale_grads_", unscale))
-        if len(pipeline.pipeline_members) > 1 or reductions.scattered or reductions.sharded:
-            changed.enter_context(replaced(plugin, "clip_grad_by_norm", clip))
-        if reductions.sharded:
-            changed.enter_context(replaced(plugin, "clip_grad_by_value", clip_values))
-        yield
+    places: list[tuple[Any, str, Any]] = []
+    if scaler is not None:
+        places.append((scaler, "_unscale_grads_", unscaling_together(scaler._unscale_grads_, pipeline)))
+    if len(pipeline.pipeline_members) > 1 or reductions.scattered or reductions.sharded:
+        places.append((plugin, "clip_grad_by_norm", clip))
+    if reductions.sharded:
+        places.append((plugin, "clip_grad_by_value", clip_values))
+    return all_replaced(places)
