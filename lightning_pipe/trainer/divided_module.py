@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_pipe.construction import deferred_init, initialise_meta, is_deferred, materialize, paused
@@ -93,9 +92,6 @@ class DividedModule:
                     check_copies(module.trainer, module)
                     self.divide(later=True)
 
-        if not is_overridden("configure_model", module):
-            yield
-            return
         # a callback for averages copies the module, which is divided by then
         quiet = unheard(".*WeightAveraging doesn't support sharding model layers.*")
         with quiet, replaced(module, "configure_model", configure):
@@ -297,11 +293,7 @@ class DividedModule:
 
 def names_of(module: pl.LightningModule, layers: str | Sequence[str] | None) -> tuple[list[str], list[str]]:
     """The names of parameters and of layers, as far as these show before the module runs."""
-    try:
-        found = known_layers(module, layers)
-    except PartitionError:
-        found = []
-    return [name for name, _ in module.named_parameters()], [name for name, _ in found]
+    return [name for name, _ in module.named_parameters()], [name for name, _ in known_layers(module, layers)]
 
 
 def may_be_whole(module: nn.Module, device: torch.device) -> bool:

@@ -288,10 +288,12 @@ class PipeStrategy(ParallelStrategy):
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
         by_module = self.sharding.connect(module, world)
         divided = self._divided = DividedModule(module, self, seed, self._changed)
-        self._changed.enter_context(divided.configuring(by_module=by_module))
+        configured = is_overridden("configure_model", module)
+        if configured:
+            self._changed.enter_context(divided.configuring(by_module=by_module))
         # callbacks that copy the module in their `setup` must find it divided
         if not by_module:
-            divided.divide(later=is_overridden("setup", module) or is_overridden("configure_model", module))
+            divided.divide(later=configured or is_overridden("setup", module))
 
     @override
     @contextmanager
