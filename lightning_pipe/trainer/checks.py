@@ -158,12 +158,10 @@ def check_module(module: pl.LightningModule, trainer: Any, *, fitting: bool, ran
             hint='Use precision="bf16-mixed", "16-mixed", "bf16-true", "32-true" or "64-true".',
         )
     # By name: whether there is one is no reason to import torch's sharding.
-    sharded = sorted(
-        {type(p).__name__ for p in module.parameters() if type(p).__name__ in ("DTensor", "FlatParameter")}
-    )
+    sharded = {"DTensor", "FlatParameter"}.intersection(type(parameter).__name__ for parameter in module.parameters())
     if sharded:
         raise ConfigurationError(
-            f"The module has parameters of type {sharded[0]}: they are sharded already.",
+            f"The module has parameters of type {min(sharded)}: they are sharded already.",
             hint="Pass the module as it was built, and divide it by options of PipeStrategy or in its configure_model. "
             "One that an earlier run has divided there goes on in a new one, from a checkpoint.",
         )

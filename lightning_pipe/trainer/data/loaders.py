@@ -54,7 +54,10 @@ class Loaders:
 
     def _compare_replicas(self, batches: int, ended: bool) -> None:
         """Raise if the data of some replicas has ended and that of others has not: these would wait for ever."""
-        if batches - (not ended) >= _limit(self._trainer):
+        trainer, prefix = self._trainer, self._trainer.state.stage.dataloader_prefix
+        # what Lightning asks for; a part of data of unknown length is all of it
+        asked = trainer.num_sanity_val_steps if trainer.sanity_checking else getattr(trainer, f"limit_{prefix}_batches")
+        if isinstance(asked, int) and batches - (not ended) >= asked:
             return  # the data is longer than needed; a batch ahead may have been asked for
         if all(self._world.any_of([ended, not ended], self._world.replica_members)):
             replica = self._world.transport.replica
@@ -64,11 +67,3 @@ class Loaders:
                 hint="Let every replica's IterableDataset end after as many batches, or set limit_train_batches "
                 "(limit_val_batches, ...) to the smallest number.",
             )
-
-
-def _limit(trainer: Any) -> float:
-    """The batches that Lightning asks of a loader."""
-    prefix = trainer.state.stage.dataloader_prefix
-    limit = trainer.num_sanity_val_steps if trainer.sanity_checking else getattr(trainer, f"limit_{prefix}_batches")
-    # a part of a dataset of unknown length is all of it
-    return limit if isinstance(limit, int) else float("inf")
