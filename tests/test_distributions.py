@@ -66,7 +66,7 @@ def train(process: int, folder: Path, name: str, strategy: str, devices: int) ->
     def trainer(**options: Any) -> Any:
         return package.Trainer(accelerator="cpu", devices=devices, strategy=chosen, **options, **QUIET)
 
-    fits = trainer(max_epochs=2)
+    fits = trainer(max_epochs=1)
     module = lit(package)
     fits.fit(module, loader, loader)
     fits.save_checkpoint(folder / f"{name}-{devices}.ckpt")

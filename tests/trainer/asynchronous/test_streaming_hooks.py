@@ -34,6 +34,7 @@ from tests.support.asynchronous_trainer import (
     run,
     run_all,
 )
+from tests.support.pairs import asked, slow_but
 
 PIPEDREAM = {"schedule": "pipedream", "layers": "net.layers"}
 MANY = [{name: value.double() for name, value in batch.items()} for batch in batches(12, rows=(8, 8, 5, 8, 4))]
@@ -47,8 +48,9 @@ Found = dict[str, list[Outcome]]
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
-    return run_all({name: {"strategy": PIPEDREAM, **options} for name, options in RUNS.items()})
+def found(request: pytest.FixtureRequest) -> Found:
+    left = {f"signalled {between}" for between in {False, True}.difference(asked(request, "between"))}
+    return run_all({name: {"strategy": PIPEDREAM, **options} for name, options in RUNS.items() if name not in left})
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -117,6 +119,7 @@ def even(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
+@pytest.mark.slow  # fast: the engine's test of more pipelines than one, and replicas of stages under the Trainer
 def test_replicas_of_pipelines_average_their_batches() -> None:
     outcomes = run({**PIPEDREAM, "data_parallel_size": 2}, UNSEEN, 4, module=Divided)
     pairs = [{name: torch.cat([MANY[i][name], MANY[i + 1][name]]) for name in MANY[i]} for i in range(0, 8, 2)]
@@ -280,7 +283,7 @@ for between in (False, True):
     RUNS[f"signalled {between}"] = {"trainer": {"max_epochs": 3, **UNSEEN}, "callbacks": [Signalled(between=between)]}
 
 
-@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("between", slow_but([False, True], False))
 def test_a_termination_signal_ends_all_ranks(between: bool, found: Found) -> None:
     outcomes = found[f"signalled {between}"]
     assert [outcome.error for outcome in outcomes] == ["SIGTERMException"] * 2
