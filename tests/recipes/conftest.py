@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,20 @@ def _command(process: int, module: str, folder: Path, arguments: list[str], alon
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What is logged meanwhile."""
+    records: list[logging.LogRecord] = []
+    root, handler = logging.getLogger(), logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield records
+    root.setLevel(level)
+    root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,14 @@ def test_two_processes_train_and_one_device_goes_on(processes: int, tmp_path: Pa
     assert second["after"]["val_loss"] < second["before"]["val_loss"]
 
 
-def test_a_failed_run_has_its_reason_in_its_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_run_has_its_reason_in_its_log(monkeypatch: pytest.MonkeyPatch, logged: list[LogRecord]) -> None:
     def fail(settings: Any) -> float:
         raise ZeroDivisionError("not foreseen")
 
     monkeypatch.setattr(train, "run", fail)
     with pytest.raises(ZeroDivisionError):
         train.train.__wrapped__(OmegaConf.create())
-    (record,) = [record for record in caplog.records if record.name == "recipes.printed"]
+    (record,) = [record for record in logged if record.name == "recipes.printed"]
     assert record.exc_info is not None
     assert str(record.exc_info[1]) == "not foreseen"
 
