@@ -18,8 +18,8 @@ LONGER = {"lightning_pipe.trainer.strategy": 580}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
     "intercept": 6530,
-    "trainer": 5950,
-    "engine": 3690,
+    "trainer": 5875,
+    "engine": 3360,
     "schedules": 3080,
     "planning": 2350,
     "transport": 2000,
@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 277, 109, 31
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 272, 109, 28
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""

@@ -81,7 +81,6 @@ class LayerState:
         one_pipe: whether all micro-batches take the same way.
 
     Attributes:
-        stages: as given.
         one_pipe: as given.
         modules: all parts of the module by name.
         root_of: by part of a layer or outside module, its name.
@@ -104,7 +103,7 @@ class LayerState:
         self._names = {id(part): name for name, part in self.modules.items()}
         self._hooks = hook_dictionaries(self.modules.values())
         self.root_of = {part: name for name, root in roots for part in root.modules()}
-        self.stages, self._ranks, self.one_pipe = stages, ranks, one_pipe
+        self._places, self.one_pipe = (stages, ranks), one_pipe
         # Not outside modules that hold parameters: like layers these really run on every rank that has them. Nor
         # metrics, and torch's own modules.
         found = {name: part for name, part in self.modules.items() if is_own(part) and part not in self.root_of}
@@ -171,14 +170,14 @@ class LayerState:
         if attribute in part._buffers:
             return AbsentTensor.like(value) if isinstance(value, Tensor) else value
         root = self.root_of.get(part, "")
-        stage = self.stages.get(root)
-        place = f"the rank that runs '{root}'" if stage is None else self._ranks[stage]
+        stages, ranks = self._places
+        place = ranks[stages[root]] if root in stages else f"the rank that runs '{root}'"
         return AbsentValue(self.written(part, attribute), place)
 
     def same_stage(self, name: str, part: nn.Module) -> bool:
         """Whether one stage runs a layer and another module."""
-        stage = self.stages.get(name)
-        return stage is not None and stage == self.stages.get(self.root_of.get(part, ""))
+        stages, _ = self._places
+        return name in stages and stages[name] == stages.get(self.root_of.get(part, ""))
 
     def written(self, part: nn.Module, attribute: str) -> str:
         """An attribute as code writes it."""
@@ -256,11 +255,12 @@ class LayerState:
 
     def _is_behind(self, run: StageRun, name: str) -> bool:
         """Whether the step is behind the stage that runs a layer or outside module, which does not come here."""
-        stage, latest = self.stages.get(name), 0
+        stages, latest = self._places[0], 0
+        stage = stages.get(name)
         for called in map(self.root_of.__getitem__, (*run.skipped_layers.modules, *run.layer_calls.ran)):
             if called == name and stage is None:  # an outside module runs where it is called first
                 stage = latest
-            latest = self.stages.get(called, latest)
+            latest = stages.get(called, latest)
         return run.stage_here is not None and (stage or 0) < latest
 
     def check_called(self, name: str, root: nn.Module) -> None:
@@ -288,7 +288,7 @@ class LayerState:
             CutError: it has changed something in place, or something at all in one of several pipes.
         """
         counts = not is_recomputing()  # of a second or trial run nothing is to come
-        thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._ranks) - 1
+        thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._places[1]) - 1
         held = held_by(self) if thorough else None
         hidden = put_all({key: self._absent(*key, now(*key)) for key in self._of_others(run)})
         self.set_by_run = {}
