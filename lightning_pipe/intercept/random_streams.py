@@ -70,7 +70,7 @@ class RandomStreams:
         self, seed: int, device: torch.device, replica: int = 0, replicas: int = 1, draws: Sequence[Draws] = ()
     ) -> None:
         self.seed, self._replica, self._replicas = seed, replica, replicas
-        self.torch, self._draws = TorchGenerators(device), draws or all_draws(device)
+        self.torch, self._draws, self._watches = TorchGenerators(device), draws or all_draws(device), bool(draws)
         begun = [each.begin_batch() for each in self._draws]
         self.number = begun[0][0]
         # with the calls that have no streams of theirs
@@ -78,7 +78,7 @@ class RandomStreams:
 
     def isolated(self, micro_batch: int, *key: int) -> AbstractContextManager[None]:
         """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
-        call = self._draws[0].call_of(key)
+        call = self._draws[0].call_of(key) if self._watches else None
         draws = [each for each, quiet in self._alone if call not in quiet]
         if not draws:
             return _AS_IT_IS
@@ -108,7 +108,7 @@ class RandomStreams:
 
     def end_user_code(self) -> None:
         """A run that `seed_user_code` began has ended."""
-        for each in self._draws:
+        for each in self._draws if self._watches else ():
             each.end_run(self._begun_with)
 
 
