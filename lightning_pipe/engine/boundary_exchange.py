@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import compress
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class BoundaryKey(NamedTuple):
     to: int
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, message: Action) -> BoundaryKey:
         """The boundary that a message crosses; the next stage is at the other end if the message does not name it."""
         step = 1 if message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1

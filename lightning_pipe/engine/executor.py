@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +29,7 @@ class StageKey(NamedTuple):
     micro_batch: int
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, action: Action) -> StageKey:
         """Those of an action."""
         return cls(action.pipe, action.stage, action.micro_batch or 0)
