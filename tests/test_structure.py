@@ -19,7 +19,7 @@ LONGER = {"lightning_pipe.trainer.strategy": 580}
 BUDGET = {
     "intercept": 6530,
     "trainer": 5875,
-    "engine": 3360,
+    "engine": 3365,
     "schedules": 3080,
     "planning": 2350,
     "transport": 2000,

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from lightning_pipe.trainer.strategy import PipeStrategy
 
 
-_trained: WeakKeyDictionary[nn.Module, tuple[list[str], list[Call]]] = WeakKeyDictionary()
-"""By module the names of its parameters and what its training step has called: evaluations have the layers of these."""
+_seen: WeakKeyDictionary[nn.Module, dict[TrainerFn | None, tuple[list[str], list[Call]]]] = WeakKeyDictionary()
+"""By module and kind of run the names of its parameters and what the step has called. Evaluations look no second time,
+and behind a training they have its layers."""
 
 
 class DividedModule:
@@ -155,8 +156,7 @@ class DividedModule:
             self._changed.enter_context(unheard(".*sync_dist=True.* when logging on epoch level.*"))
 
         def by_first_batch(calls: list[Call]) -> Report:
-            if module.trainer.state.fn == TrainerFn.FITTING:
-                _trained[module] = self._known[0], calls
+            _seen.setdefault(module, {})[module.trainer.state.fn] = self._known[0], calls
             return self._cut(self._choose(calls), whole=pipeline)
 
         self.run = PipelineRun(options, report, self._seed, by_first_batch if chosen is None else None)
@@ -183,10 +183,9 @@ class DividedModule:
             return Chosen(clear)
         whole = world.broadcast(may_be_whole(module, world.transport.device), 0)
         if whole and not self._at_once:
-            names, calls = _trained.get(module, ([], []))
-            known = module.trainer.state.fn != TrainerFn.FITTING and names == [
-                name for name, _ in module.named_parameters()
-            ]
+            fn, seen = module.trainer.state.fn, _seen.get(module, {})
+            names, calls = seen.get(TrainerFn.FITTING) or seen.get(fn) or ([], [])
+            known = fn != TrainerFn.FITTING and names == [name for name, _ in module.named_parameters()]
             return self._choose(calls) if known else None
         return Chosen(clear or find_layers(module, None, world.layout.stages))
 

@@ -212,6 +212,24 @@ def test_an_evaluation_behind_a_fit_has_its_layers() -> None:
     assert_equal("Fusion", fit("Fusion", strategy, 1))
 
 
+def test_evaluations_look_no_second_time() -> None:
+    runs: list[int] = []
+
+    class Counted(MODULES["Backwards"]):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            runs.append(batch_idx)
+            super().validation_step(batch, batch_idx)
+
+    quiet()
+    found, module = list[int](), Counted().double()
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=uncompared(stages=2), limit_val_batches=2, **QUIET)
+    for _ in range(2):
+        runs.clear()
+        trainer.validate(module, module.data(), verbose=False)
+        found.append(len(runs))
+    assert found == [1 + 2 * 2, 2 * 2]  # each batch on two stages
+
+
 def test_named_layers_in_another_order_are_told_so_and_the_remedies_work() -> None:
     expected, _ = one_process("Backwards")
     with pytest.raises(CutError, match=r"layer 'decoder.0' is called behind 'encoder.2', which follows it"):
