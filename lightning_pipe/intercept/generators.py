@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,11 @@ class TorchGenerators:
         """Whether numbers have been drawn since they were seeded. Seeds them."""
         now = self.states()
         self.seed(seed)
-        return not all(map(torch.equal, now, self.states()))
+        return not self.are(now)
+
+    def are(self, states: Sequence[Tensor]) -> bool:
+        """Whether they are in these states."""
+        return all(map(torch.equal, states, self.states()))
 
 
 class LibraryGenerators:

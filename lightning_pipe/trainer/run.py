@@ -146,7 +146,7 @@ class PipelineRun:
     # ------------------------------------------------------------------ batches
 
     def divide(self, name: str, args: Sequence[Any]) -> Evaluations:
-        """Before the first batch: divide a module by what its step calls, if need be. Collective over all processes.
+        """Before the first batch: divide a module that is whole by what its step calls. Collective over all processes.
 
         Args:
             name: the method of the LightningModule.
@@ -160,12 +160,12 @@ class PipelineRun:
             Exception: what the step raises.
         """
         late, self.late = self.late, None
-        if late is not None:
-            report = late(self._world.broadcast(self._look(name, args), 0))
-            self.end()
-            report.notes = self.report.notes + report.notes
-            self.report = report
-            self.begin()
+        assert late is not None
+        report = late(self._world.broadcast(self._look(name, args), 0))
+        self.end()
+        report.notes = self.report.notes + report.notes
+        self.report = report
+        self.begin()
         return self._evaluations
 
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:

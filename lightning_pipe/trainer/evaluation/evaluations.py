@@ -204,9 +204,9 @@ class Evaluations:
         # a fit is divided by what its training step calls
         if self.pipeline.whole and not self._module.trainer.sanity_checking and (first := batches.find(0)) is not None:
             evaluations = self._divide(name, batches.arguments(first))
-        evaluations._begin(loop, name, batches)
+        evaluations._begin(batches)
 
-    def _begin(self, loop: Any, name: str, batches: FetchedBatches) -> None:
+    def _begin(self, batches: FetchedBatches) -> None:
         """Begin a loop, some of whose batches may have been fetched."""
         self._copies.begin()
         may_stream = (
@@ -218,9 +218,9 @@ class Evaluations:
             and not self.pipeline.whole
         )
         # a callback may exist on some ranks alone
-        waits = not may_stream or self._world.agree(self._must_wait(loop, name), unanimous=False)
+        waits = not may_stream or self._world.agree(self._must_wait(batches.loop, batches.name), unanimous=False)
         if not waits or batches.begun:
-            self._stream = EvaluationStream(self, loop, name, batches, waits=waits)
+            self._stream = EvaluationStream(self, batches, waits=waits)
 
     def _must_wait(self, loop: Any, name: str) -> bool:
         """Whether each batch must have passed all ranks before the next one begins."""

@@ -41,12 +41,13 @@ class FetchedBatches:
         name: the method that evaluates a batch.
 
     Attributes:
+        loop, name: as given.
         fetcher: that of the loop.
         current: the batch that the loop has got.
     """
 
     def __init__(self, trainer: Any, loop: Any, name: str) -> None:
-        self._trainer, self._loop, self._name = trainer, loop, name
+        self._trainer, self.loop, self.name = trainer, loop, name
         self.fetcher = loop._data_fetcher
         self._queue: deque[Fetched] = deque()
         self._fetched = 0
@@ -99,8 +100,8 @@ class FetchedBatches:
 
     def arguments(self, fetched: Fetched) -> tuple[Any, ...]:
         """What the loop will pass to the step of a batch."""
-        loop = self._loop
-        several = loop.num_dataloaders > 1 and (self._name == "predict_step" or loop._is_sequential)
+        loop = self.loop
+        several = loop.num_dataloaders > 1 and (self.name == "predict_step" or loop._is_sequential)
         known = loop._build_kwargs(fetched.batch, fetched.index, fetched.loader if several else None)
-        arguments: tuple[Any, ...] = loop._build_step_args_from_hook_kwargs(known, self._name)
+        arguments: tuple[Any, ...] = loop._build_step_args_from_hook_kwargs(known, self.name)
         return arguments

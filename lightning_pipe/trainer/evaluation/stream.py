@@ -51,16 +51,12 @@ class EvaluationStream:
 
     Args:
         evaluations: runs and shares steps.
-        loop: Lightning's loop, about to fetch its first batch.
-        name: the method that evaluates a batch.
-        batches: of the loop.
+        batches: of Lightning's loop, which is about to fetch its first one.
         waits: whether each batch passes all ranks before the next one begins, from the first one on.
     """
 
-    def __init__(
-        self, evaluations: Evaluations, loop: Any, name: str, batches: FetchedBatches, *, waits: bool = False
-    ) -> None:
-        self._evaluations, self._loop, self._name = evaluations, loop, name
+    def __init__(self, evaluations: Evaluations, batches: FetchedBatches, *, waits: bool) -> None:
+        self._evaluations, self._loop, self._name = evaluations, batches.loop, batches.name
         step, pipeline = evaluations.user_step, evaluations.pipeline
         self._module, self._world = step.module, step.world
         self._last = len(pipeline.balance) - 1
@@ -71,7 +67,7 @@ class EvaluationStream:
         self._changed = ExitStack()
         self._changed.callback(setattr, step.channel, "ahead", step.channel.ahead)
         step.channel.ahead = self._engine.lag
-        self._changed.enter_context(replaced(loop, "_data_fetcher", self, gated=False))
+        self._changed.enter_context(replaced(batches.loop, "_data_fetcher", self, gated=False))
 
     # ------------------------------------------------------------------ the end
 
