@@ -94,7 +94,8 @@ def check_evaluation(seeds: range, changes: bool) -> None:
                 continue
             assert found == pytest.approx(2 * truth, rel=1e-9, abs=1e-9), f"{model} at {at}, {context.__name__}"
             outcomes["equal"] += 1
-    assert outcomes["equal"] >= 0.7 * outcomes.total(), outcomes
+    # memory that tensors share is counted without gradients, too: of 25 programs a third may change some
+    assert outcomes["equal"] >= 0.6 * outcomes.total(), outcomes
 
 
 @pytest.mark.parametrize("changes", slow_but([False, True], True), ids=["pure", "in_place"])
@@ -132,11 +133,10 @@ def check_streams(seeds: range, changes: bool) -> None:
                 truth = [float(module.loss(batch)) for batch in model.batches(BATCHES)]
             except RuntimeError:  # changes of expanded tensors
                 continue
-        try:
-            found, _ = streamed(model, at, BATCHES, context)
-        except CutError as error:
-            if "shares" not in str(error):
-                raise
+        found, _ = streamed(model, at, BATCHES, context)
+        if len(found) < BATCHES:  # what is wrong with it shows when it runs behind the others
+            with pytest.raises(CutError, match="shares"):
+                evaluated(model, at, context)
             outcomes["refused"] += 1
             continue
         assert found == pytest.approx(truth, rel=1e-9, abs=1e-9), f"{model} at {at}"

@@ -173,6 +173,8 @@ def streamed(
 ) -> tuple[list[float], list[list[str]]]:
     """The losses of a number of batches that follow each other through the stages, and what each rank ran.
 
+    A batch that cannot be run ahead of the others has none.
+
     Args:
         entry: the model and its batches.
         at: the schedule and its stages.
@@ -197,7 +199,7 @@ def streamed(
         return ran[: len(ran) // 2]
 
     ran = over_threads(entry, at, body)
-    return [losses[index] for index in range(number)], ran
+    return [losses[index] for index in sorted(losses)], ran
 
 
 def performed(stream: StreamedEvaluation, number: int) -> list[str]:
