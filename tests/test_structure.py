@@ -18,7 +18,7 @@ LONGER = {"lightning_pipe.trainer.strategy": 580}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
     "intercept": 6530,
-    "trainer": 5875,
+    "trainer": 5740,
     "engine": 3365,
     "schedules": 3080,
     "planning": 2350,
@@ -28,9 +28,9 @@ BUDGET = {
     "partition": 1230,
     "simulate": 1150,
     "sharding": 1040,
-    "batches": 990,
+    "batches": 1140,
     "profiling": 730,
-    "plain": 850,
+    "plain": 840,
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""

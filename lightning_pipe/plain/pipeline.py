@@ -3,7 +3,7 @@
 What one call of `Pipeline.train` does, on every rank::
 
     the batch     compared with those of the other ranks, or sent to them      plain/sharing.py
-                  cut into micro-batches, with the weight of each loss         batches/micro_batches.py
+                  cut into micro-batches, with the weight of each loss         batches/batch_splitter.py
     the step      runs for each micro-batch and stage of this rank; a run
                   ends where another rank goes on, and is undone               engine/
     gradients     summed over all that hold a parameter, then added to
@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import chain, islice
 from os import PathLike
 from typing import Any
@@ -32,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from lightning_pipe import schedules
-from lightning_pipe.batches.loss_checks import LossChecks
-from lightning_pipe.batches.micro_batches import LossWeight, MicroBatches, divide_batch
+from lightning_pipe.batches.batch_splitter import BatchSplitter
+from lightning_pipe.batches.micro_batches import LossWeight
 from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.batches.split_batch import SplitBatch
 from lightning_pipe.config import Auto, RankOrder, check_loss_weight
@@ -49,7 +48,6 @@ from lightning_pipe.parameters.deferred_batchnorm import check_norms
 from lightning_pipe.parameters.loading import load_held
 from lightning_pipe.partition import Balance, divide, find_layers
 from lightning_pipe.plain.sharing import SharedStep, Step, shared
-from lightning_pipe.planning.batch_norms import BATCH_NORM_SAMPLES, is_normalising
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.transport.arrangement import arrange, open_transport, topology_of
@@ -68,7 +66,8 @@ class Pipeline:
     Args:
         model: the whole model; each rank keeps the layers of its own stages alone.
         schedule: a registered name, a schedule object, or the path of a CSV file; none without a flush.
-        micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank.
+        micro_batches: how many a batch is cut into; ``"auto"``: up to four per rank, or 16 samples in each where batch
+            norm is in training.
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
@@ -77,7 +76,7 @@ class Pipeline:
         recompute: whether stages keep only their input: ``"never"``, ``"always"``, or ``"except_last"``.
         deferred_batch_norm: let batch norm keep the statistics of whole batches rather than of micro-batches.
         loss_weight: what the loss of a micro-batch counts in the batch's mean, as a function of it; ``"sum"``: losses
-            are added as they are; ``None``: its number of samples.
+            are added as they are; ``None``: its number of samples, or of labels that are not -100, as losses show.
         split_batch: ``split_batch(batch, m)`` returns m micro-batches; ``None``: along dimension 0.
         passes: how often a training step runs the layers, each pass from the first to the last.
         rank_order: whose ranks have neighbouring numbers: ``"pipeline"`` or ``"replicas"``.
@@ -147,8 +146,9 @@ class Pipeline:
         model.to(place)
         self._engine.synchronize()
         self._step = SharedStep(self._engine)
-        self._splitting = micro_batches, split_batch, loss_weight
-        self._checks = LossChecks(compares=compare_losses, weighted=callable(loss_weight))
+        self._splitter = BatchSplitter(
+            self._engine, micro_batches, split_batch, loss_weight, compare_losses=compare_losses
+        )
         self._seed = transport.broadcast_object(torch.initial_seed(), 0, tuple(range(world_size)))
         self._calls = 0
         self._in_turns = False
@@ -203,23 +203,21 @@ class Pipeline:
         engine = self._engine
         with self._at_work("train()"):
             (batch,) = shared(None if batch is None else [batch], engine)
-            parts = self._split(batch)
-            factor, total = self._scale(scaler), engine.transport.sum_over_replicas(sum(parts.amounts))
-            weights = [factor * weight for weight in parts.weights(total)]
+            parts, factor, seed = self._splitter.split(batch), self._scale(scaler), mix(self._seed, self._calls)
+
+            def trained(run: Callable[[int, Any], Any]) -> dict[int, Any]:
+                nonlocal parts
+                if (number := self._splitter.due(parts)) is not None:
+                    parts = self._splitter.looked_at(parts, run, seed, number)
+                weights = [factor * weight for weight in self._splitter.weights(parts)]
+                return losses_on_host(engine.train(run, parts.parts, weights, seed=seed), engine)
+
             with withheld_gradients(list(engine.module.parameters())) as withheld:
-                outputs = self._step.run(step, partial(self._trained, parts, weights), len(parts.parts))
+                outputs = self._step.run(step, trained, len(parts.parts))
             output = of_batch(outputs, parts, withheld, self.device)
             loss = loss_of(output)
             loss.backward()  # type: ignore[no-untyped-call]
         return {**output, "loss": loss.detach()} if isinstance(output, Mapping) else loss.detach()
-
-    def _trained(self, parts: MicroBatches, weights: Sequence[float], run: Callable[[int, Any], Any]) -> dict[int, Any]:
-        """What a step returned for each micro-batch, which may be looked at before they train."""
-        engine, seed = self._engine, mix(self._seed, self._calls)
-        if (number := self._checks.due(engine)) is not None:
-            verdict = self._checks.look(engine, run, parts, seed, number)
-            self._checks.accept([verdict], summed=parts.summed)
-        return losses_on_host(engine.train(run, parts.parts, weights, seed=seed), engine)
 
     def evaluate(self, step: Step, batches: Iterable[Any] | None = None) -> list[Any]:
         """Run forward passes alone, without gradients, several batches at a time. Collective over the pipeline.
@@ -310,14 +308,6 @@ class Pipeline:
         """At the end of the process, which groups and threads must not outlive; after an error nobody waits."""
         if self._ended is None:
             self._engine.transport.close()
-
-    def _split(self, batch: Any) -> MicroBatches:
-        """Cut a batch as the options say."""
-        number, split_batch, loss_weight = self._splitting
-        norms = number == "auto" and any(map(is_normalising, self._engine.module.modules()))
-        least = BATCH_NORM_SAMPLES if norms else 1
-        ranks = self._engine.transport.topology.ranks
-        return divide_batch(batch, ranks, number, split_batch, loss_weight, least)
 
     def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
         """The factor of a gradient scaler, which decides for all ranks at once from now on."""

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_pipe.batches.batch_splitter import BatchSplitter
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.batches.outputs import of_batch
 from lightning_pipe.engine.undivided import look
@@ -28,7 +29,6 @@ from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.checks import steps_for_every_batch
-from lightning_pipe.trainer.data.batch_splitter import BatchSplitter
 from lightning_pipe.trainer.data.loaders import Loaders
 from lightning_pipe.trainer.evaluation.evaluations import Evaluations
 from lightning_pipe.trainer.gradients import Gradients
@@ -72,15 +72,21 @@ class PipelineRun:
         seed: int,
         late: Callable[[list[Call]], Report] | None,
     ) -> None:
-        self.report, self.late, world = report, late, options.world
+        self.report, self.late, self._options = report, late, options
         pipeline = self.pipeline = report.pipeline
         self.gradients = Gradients(pipeline, divides=options.shard_optimizer in (True, "gradients"))
-        self.loaders = Loaders(pipeline, world)
+        self.loaders = Loaders(pipeline, options.world)
         self.streaming: Streaming | None = None
         self._module: Any = pipeline.module
-        self._world = world
-        self._splitter = BatchSplitter(pipeline, options)
-        self._seed, replica = seed, world.transport.replica
+        self._splitter = BatchSplitter(
+            pipeline,
+            options.micro_batches,
+            options.split_batch,
+            options.loss_weight,
+            compare_losses=options.compare_losses,
+            full_batch=self.loaders.full_batch,
+        )
+        self._seed, replica = seed, pipeline.transport.replica
         # one after the other, the same on all ranks of a pipeline
         self._seeds = {use: map(partial(mix, seed, use, replica), count()) for use in (_EVALUATION, _TRANSFER)}
         self._transforms = False  # whether user code changes batches on the device
@@ -98,7 +104,7 @@ class PipelineRun:
         if fitting:
             self._changed.callback(self.gradients.end)
             self.gradients.begin(trainer.optimizers)
-        self._step = UserStep(self.pipeline, self._world, self.loaders.channel)
+        self._step = UserStep(self.pipeline, self._options.world, self.loaders.channel)
         self._changed.enter_context(self._step.metrics.installed())
         # model summaries and loggers would run the whole module on one rank
         self._changed.enter_context(replaced(self._module, "_example_input_array", None))
@@ -108,7 +114,7 @@ class PipelineRun:
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
         self._changed.enter_context(self._step.traces.hooks.installed())
-        self._evaluations = Evaluations(self._step, self._seeds[_EVALUATION], self._splitter.options, self.divide)
+        self._evaluations = Evaluations(self._step, self._seeds[_EVALUATION], self._options, self.divide)
         self._changed.enter_context(self._evaluations.installed())
         if fitting and self.pipeline.asynchronous is not None:
             self.streaming = Streaming(self._step, self.gradients)
@@ -116,7 +122,7 @@ class PipelineRun:
         if fitting:  # before what is in flight is drained
             stop = partial(self._stop_together, trainer, trainer.fit_loop.epoch_loop.on_advance_end)
             self._changed.enter_context(replaced(trainer.fit_loop.epoch_loop, "on_advance_end", stop, gated=False))
-        if self._world.layout.world_size > 1:
+        if self._options.world.layout.world_size > 1:
             self._meet_before_dumps(trainer)
 
     @staticmethod
@@ -161,7 +167,7 @@ class PipelineRun:
         """
         late, self.late = self.late, None
         assert late is not None
-        report = late(self._world.broadcast(self._look(name, args), 0))
+        report = late(self._options.world.broadcast(self._look(name, args), 0))
         self.end()
         report.notes = self.report.notes + report.notes
         self.report = report
@@ -174,7 +180,7 @@ class PipelineRun:
         parts = MicroBatches([batch], [1], [1.0])
         with suppress(ConfigurationError):  # how to cut it is not clear: the batch itself will say so
             parts = self._splitter.split(batch) if name == "training_step" else parts
-        if self._world.transport.process > 0:
+        if self.pipeline.transport.process > 0:
             return []
         with self._step.running():
             step = StepOfBatch(self._step, name, args, parts, seed)
@@ -208,26 +214,14 @@ class PipelineRun:
         if self.streaming is not None and self.gradients.blocked:
             raise steps_for_every_batch(self.pipeline.family.name, trainer.accumulate_grad_batches)
         seed = mix(self._seed, _TRAINING, trainer.fit_loop.epoch_loop.total_batch_idx)
-        parts = self._looked_at(self._splitter.split(args[0]), args, seed)
+        parts = self._splitter.split(args[0])
+        if (number := self._splitter.due(parts)) is not None:
+            with self._step.running():
+                step = StepOfBatch(self._step, "training_step", args, parts, seed)
+                parts = self._splitter.looked_at(parts, step, seed, number)
         weights = [weight * scale for weight in self._splitter.weights(parts)]
         self.report.batch(parts, chosen=self._splitter.number == "auto")
         return StepOfBatch(self._step, "training_step", args, parts, seed), weights
-
-    def _looked_at(self, parts: MicroBatches, args: Sequence[Any], seed: int) -> MicroBatches:
-        """A batch as a look at it tells to cut it. Collective over all processes if it is looked at."""
-        if self._splitter.number == 1:
-            return parts
-        number, is_open = self._splitter.checks.due(self.pipeline), self._splitter.is_open(parts)
-        if number is None and not is_open:
-            return parts
-        with self._step.running():
-            step = StepOfBatch(self._step, "training_step", args, parts, seed)
-            verdict = self._splitter.checks.look(self.pipeline, step, parts, seed, number or 0)
-        verdicts = self._world.transport.all_gather_object(verdict, self._world.everyone)
-        decided = self._splitter.decided(parts, verdicts)
-        if decided is parts:
-            self._splitter.checks.accept(verdicts, summed=parts.summed)
-        return decided
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """An evaluation step, once over the whole batch.

@@ -431,6 +431,46 @@ def test_the_whole_state_has_what_layers_keep_on_other_ranks(found: Found) -> No
     assert found["counted"] == [[1] * 4] * 2
 
 
+class Tagger(Net):
+    """Its loss is a mean over tokens, of which samples have different numbers."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def labelled(process: int) -> Any:
+    torch.manual_seed(0)
+    model = Tagger().double()
+    data, generator = [], torch.Generator().manual_seed(1)
+    for _ in range(3):
+        ids, lengths = (torch.randint(6, (7, width), generator=generator) for width in (5, 1))
+        labels = ids.masked_fill(torch.arange(5) > lengths, -100)
+        data.append((nn.functional.one_hot(ids, 6).double(), labels))
+    if process < 0:
+        return one_device(model, data)
+    return trained(model, Pipeline(model, layers="blocks", micro_batches=3), data)
+
+
+CALLS["labelled"] = labelled
+
+
+def test_a_mean_over_labels_needs_no_function(found: Found) -> None:
+    for of_process in found["labelled"]:
+        assert_same(of_process, labelled(-1))
+
+
+def test_what_is_not_clear_to_cut_runs_whole_unless_a_number_is_asked_for() -> None:
+    """A sum is no mean over samples."""
+    batch = batches(1)[0]
+    ours, theirs = net(), net()
+    step: Any = lambda model, part: model(part[0]).square().sum()  # noqa: E731
+    step(theirs, batch).backward()
+    pipeline = Pipeline(ours, layers="blocks", stages=2)
+    with pytest.warns(UserWarning, match="batches run whole"):
+        pipeline.train(partial(step, ours), batch)
+    torch.testing.assert_close(ours.embed.weight.grad, theirs.embed.weight.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_a_loss_that_is_no_mean_is_told() -> None:
     model = net()
     pipeline = Pipeline(model, layers="blocks", stages=2, micro_batches=3)

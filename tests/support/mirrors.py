@@ -23,6 +23,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "version": "test_package",
     },
     "batches": {
+        "batch_splitter": "batches/test_token_losses",
         "micro_batches": "batches/test_split_batch",
         "outputs": "batches/test_joining",
     },
@@ -94,10 +95,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "strategy": "trainer/test_equality",
     },
     "trainer/checkpoints": {"entries": "trainer/checkpoints/test_divided"},
-    "trainer/data": {
-        "batch_splitter": "batches/test_split_batch",
-        "loaders": "trainer/data/test_replica_data",
-    },
+    "trainer/data": {"loaders": "trainer/data/test_replica_data"},
     "trainer/evaluation": {"evaluations": "trainer/evaluation/test_stream"},
     "trainer/whole_model": {
         "absent_gradients": "trainer/whole_model/test_walks",

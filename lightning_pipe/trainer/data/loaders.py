@@ -52,6 +52,12 @@ class Loaders:
             shared.compare = self._compare_replicas if None in lengths or len(lengths) > 1 else None
         return shared
 
+    def full_batch(self) -> int:
+        """Samples of a full training batch; 0 if the loader does not know them."""
+        loader = self._trainer.train_dataloader
+        size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", 0)
+        return size if isinstance(size, int) else 0
+
     def _compare_replicas(self, batches: int, ended: bool) -> None:
         """Raise if the data of some replicas has ended and that of others has not: these would wait for ever."""
         trainer, prefix = self._trainer, self._trainer.state.stage.dataloader_prefix
