@@ -55,7 +55,9 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 @pytest.mark.parametrize(
     ("ranks", "optimizer", "drains"),
-    slow_but(product([1, 2, 3, 4], [sgd, adam], DRAINS), (3, sgd, DRAINS[2])),  # the other optimizer: test_processes
+    slow_but(
+        product([1, 2, 3, 4], [sgd, adam], DRAINS)
+    ),  # fast: test_batches_of_several_shapes_and_paths, test_processes
 )
 def test_pipedream(ranks: int, optimizer: Any, drains: tuple[int, ...]) -> None:
     model = Net()

@@ -26,13 +26,6 @@ def test_every_kind_of_action_has_a_method() -> None:
     assert pipeline()[0].executor._methods.keys() == set(Kind) - steps
 
 
-def test_the_most_forward_passes_that_waited_are_counted() -> None:
-    pipe, module = pipeline()
-    pipe.train(lambda _, part: module(part).sum(), PARTS, [1.0] * 4)
-    assert pipe.executor.peak_held == 2  # one process runs a micro-batch through both stages, and back
-    assert not pipe.executor.saved
-
-
 def test_a_batch_that_fails_leaves_nothing() -> None:
     pipe, module = pipeline()
 

@@ -142,15 +142,6 @@ def test_messages_of_the_host_do_not_grow_with_micro_batches(schedule: str, quie
         assert sent[LATE:] == [[min(quiet, micro_batches)] * 2] * (BATCHES - LATE)
 
 
-def test_interleaved_stages_say_one_word_for_each_hop() -> None:
-    assert train(plain, 4, "interleaved").sent[-1] == [3, 3]
-
-
-def test_an_environment_variable_lets_all_words_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TELL_ALL, "1")
-    assert train(plain).sent[1:] == [[4, 4]] * (BATCHES - 1)
-
-
 # ------------------------------------------------------------------ programs that change
 
 
@@ -190,15 +181,6 @@ def test_a_micro_batch_that_differs_in_a_quiet_batch_raises_and_with_all_words_s
     assert f"{TELL_ALL}=1" in raised.value.hint
     monkeypatch.setenv(TELL_ALL, "1")
     train(step)
-
-
-@pytest.mark.parametrize("step", slow_but([gone_once, other_once], gone_once))
-def test_micro_batches_that_have_differed_early_may_differ_late(step: Step) -> None:
-    def early(net: Net, x: Tensor, batch: int, micro_batch: int) -> Tensor:
-        return step(net, x, LATE if batch in (3, LATE) else batch, micro_batch)
-
-    sent = train(early).sent
-    assert max(sent[-1]) == 4
 
 
 def test_a_path_that_reads_values_is_said_each_time() -> None:

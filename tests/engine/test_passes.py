@@ -11,15 +11,11 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_pipe import schedules
-from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import CutError, PartitionError, PipeError
+from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.partition import find_layers
-from lightning_pipe.transport.topology import Topology
 from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
 from tests.support.pairs import pairs, slow_but
 from tests.support.small_net import RUNS, WIDTH, Block, Net, batch, batches
-from tests.support.threads import thread_world
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -157,28 +153,29 @@ SCHEDULES = [
     for schedule in ("gpipe", "1f1b", "interleaved")
     if (ranks, schedule) != (4, "interleaved")  # four layers
 ]
-SOME = slow_but(SCHEDULES, SCHEDULES[3])
 
 
 def ids() -> Tensor:
     return torch.randint(1, 31, (4, 5))
 
 
-@pytest.mark.parametrize("run", SOME)
+@pytest.mark.slow  # fast: small nets above and below
+@pytest.mark.parametrize("run", SCHEDULES)
 def test_two_texts_through_one_bert_equal_one_device(run: dict[str, Any]) -> None:
     data = [{"one": ids(), "other": ids(), "y": torch.tensor([1.0, -1.0, 1.0, -1.0])} for _ in range(2)]
     assert_same(Pairs(), data, 2, passes=2, layers="net.encoder.layer", **run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", SOME)
+@pytest.mark.slow  # fast: small nets above and below
+@pytest.mark.parametrize("run", SCHEDULES)
 def test_albert_with_several_layers_in_its_group_equals_one_device(run: dict[str, Any]) -> None:
     model = Albert(num_hidden_layers=3, inner_group_num=4)
     layers = "net.albert.encoder.albert_layer_groups.0.albert_layers"
     assert_same(model, [{"ids": ids()} for _ in range(2)], 2, passes=3, layers=layers, **run)
 
 
-@pytest.mark.parametrize("run", SOME)
+@pytest.mark.slow  # fast: small nets above and below
+@pytest.mark.parametrize("run", SCHEDULES)
 def test_albert_with_several_groups_equals_one_device(run: dict[str, Any]) -> None:
     model = Albert(num_hidden_layers=8, num_hidden_groups=4)  # each group twice in a row
     layers = "net.albert.encoder.albert_layer_groups"
@@ -246,15 +243,6 @@ def test_albert_with_one_layer_equals_one_device() -> None:
     inside = [f"{layer}.{name}" for name in ("attention", "ffn", "ffn_output")]
     model, data = Albert(num_hidden_layers=4), [{"ids": ids()} for _ in range(2)]
     assert_same(model, data, 2, passes=4, layers=inside, ranks=3, schedule="gpipe")
-
-
-@pytest.mark.parametrize("schedule", ["zero_bubble", "chimera", "pipedream"])
-def test_other_schedules_refuse_several_passes(schedule: str) -> None:
-    family = schedules.get(schedule)
-    (transport, *_) = thread_world(Topology(ranks=2))
-    net = Net()
-    with pytest.raises(PipeError, match=f"Schedule '{family.name}' cannot train with passes=2"):
-        Pipeline(net, find_layers(net, "layers"), [2, 2], family, transport, passes=2)
 
 
 def test_one_pass_too_many_raises() -> None:

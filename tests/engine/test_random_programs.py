@@ -62,7 +62,7 @@ def check(seeds: range, changes: bool) -> None:
     assert outcomes["equal"] >= 0.7 * programs, outcomes
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["pure", "in_place"])
+@pytest.mark.parametrize("changes", slow_but([False, True], True), ids=["pure", "in_place"])
 def test_random_programs(changes: bool) -> None:
     check(range(2), changes)
 

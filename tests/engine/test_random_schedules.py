@@ -32,7 +32,7 @@ def random_schedules(draw: st.DrawFn) -> Schedule:
     return schedule
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_schedules(), st.sampled_from(["never", "except_last", "always"]), st.integers(1, 9), st.integers(1, 9))
 def test_random_schedules_equal_one_device(schedule: Schedule, recompute: str, forward: int, backward: int) -> None:
     work = (forward + backward) * schedule.micro_batches * schedule.stages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -31,7 +30,6 @@ from lightning_pipe.schedules import (
     registry,
 )
 from lightning_pipe.simulate import simulate
-from tests.schedules.test_torch import rows
 from tests.support import equality_sweep
 from tests.support.engine_runs import Batch, assert_same, pipelined
 from tests.support.equality_sweep import Point
@@ -254,17 +252,3 @@ def test_a_schedule_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     check(schedules.get("gpipe_in_order"), 4, 3)
     schedules.get("gpipe_in_order").build(2, 5).to_csv(tmp_path / "order.csv")
     check(schedules.get(tmp_path / "order.csv"), 2, 5)
-
-
-@pytest.mark.filterwarnings("ignore:.*has no order of its own")
-@pytest.mark.parametrize(
-    "name",
-    slow_but(
-        ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
-        "ZBVZeroBubble",
-    ),
-)
-def test_a_file_that_torch_would_dump_runs(name: str, tmp_path: Path) -> None:
-    with open(tmp_path / f"{name}.csv", "w", newline="") as file:
-        csv.writer(file).writerows(rows(name, 2, 6))
-    assert_same(Tied(), batches(13), 6, schedule=tmp_path / f"{name}.csv", stages=4, layers="layers")

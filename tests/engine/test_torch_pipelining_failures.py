@@ -2,57 +2,26 @@
 
 Each test is one failure that was reproduced there on two to four processes. Others are models and sizes of
 `tests/engine/test_equality.py`: gradients of several batches, evaluations between them, tied and frozen weights, odd
-batches, changing lengths, running statistics, skips, keywords, unused outputs, fewer micro-batches than ranks.
+batches, changing lengths, running statistics, skips, keywords, unused outputs, fewer micro-batches than ranks; and of
+`tests/intercept/test_stage_run.py`: uneven micro-batches, and another number of them from batch to batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.partition import divide, find_layers
-from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
-from tests.support.equality_sweep import Point, check
+from tests.support.equality_sweep import Point, over_threads
 from tests.support.model_zoo import ZOO, Entry
 from tests.support.pairs import slow_but
-from tests.support.threads import run_threads, thread_world
-from tests.support.zoo.base import WIDTH, Block, Regression, Residual
-from tests.support.zoo.batches import regression_batches
+from tests.support.zoo.base import WIDTH, Block, Regression
 
 SCHEDULES = slow_but(["gpipe", "1f1b", "interleaved"], "interleaved")
-
-
-def over_threads(
-    entry: Entry, body: Callable[[Pipeline, Any], Any], schedule: str = "1f1b", stages: int = 4
-) -> list[Any]:
-    """Runs ``body(pipeline, module)`` on every rank; results in the order of the pipeline's ranks."""
-    family = schedules.get(schedule)
-    topology = Topology(stages // family.stages_per_rank, loss_rank=-1)
-    world = thread_world(topology, timeout=timedelta(seconds=20))
-    modules = [entry.build() for _ in world]
-
-    def run(transport: Any) -> Any:
-        module = modules[transport.process]
-        layers = find_layers(module, entry.layers)
-        pipeline = Pipeline(module, layers, divide(module, layers, stages), family, transport)
-        pipeline.partition()
-        return body(pipeline, module)
-
-    results = run_threads(world, run, timeout=60)
-    return [results[process] for process in topology.pipeline_processes(0)]
-
-
-def train_once(pipeline: Pipeline, module: Any, batch: Any, micro_batches: int, seed: int = 0) -> dict[int, Any]:
-    parts = oracle.split(batch, micro_batches)
-    return pipeline.train(lambda _, part: module.training_step(part, 0), parts, oracle.shares(parts), seed=seed)
 
 
 # ------------------------------------------------------------------ wrong numbers without a word
@@ -83,7 +52,7 @@ def test_evaluation_mode_is_what_it_says() -> None:
         assert counts <= {0}
         return results[0]
 
-    found = over_threads(entry, body)[-1]
+    found = over_threads(entry, Point(stages=4), body)[0]
     module = entry.build().eval()
     assert oracle.close(torch.cat([found[i] for i in range(3)]), module(batch["x"]))
 
@@ -99,7 +68,7 @@ def test_a_short_forward_only_batch_has_no_stale_rows(schedule: str) -> None:
         with torch.no_grad():
             return [pipeline.evaluate(lambda _, part: module(part["x"]), oracle.split(batch, 4)) for batch in batches]
 
-    found = over_threads(entry, body, schedule)[-1]
+    found = over_threads(entry, Point(schedule, stages=4), body)[0]
     module = entry.build()
     for batch, results in zip(batches, found, strict=True):
         expected = module(batch["x"])
@@ -107,31 +76,6 @@ def test_a_short_forward_only_batch_has_no_stale_rows(schedule: str) -> None:
 
 
 # ------------------------------------------------------------------ what is refused there
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_uneven_micro_batches_and_batches_smaller_than_their_number(schedule: str) -> None:
-    """There: all micro-batches have the first one's shape."""
-    entry = Entry("uneven", Residual, lambda number: regression_batches(number, (10, 7, 3, 1)), layers="layers")
-    check(entry, Point(schedule, stages=4, micro_batches=4, steps=4))
-
-
-def test_two_numbers_of_micro_batches_in_turn() -> None:
-    """There: two schedules on one stage corrupt each other's buffers."""
-    entry = ZOO["mlp"]
-    batches = entry.batches(4)
-
-    def body(pipeline: Pipeline, module: Any) -> dict[str, Tensor]:
-        for index, batch in enumerate(batches):
-            train_once(pipeline, module, batch, (4, 2)[index % 2])
-        return {name: p.grad for name, p in pipeline.local_parameters() if p.grad is not None}
-
-    found = {name: grad for held in over_threads(entry, body) for name, grad in held.items()}
-    module = entry.build()
-    for batch in batches:
-        module.loss(batch).backward()
-    assert found.keys() == {name for name, _ in module.named_parameters()}
-    assert all(oracle.close(found[name], p.grad) for name, p in module.named_parameters() if p.grad is not None)
 
 
 def test_prediction_needs_no_target_and_no_loss() -> None:
@@ -142,26 +86,12 @@ def test_prediction_needs_no_target_and_no_loss() -> None:
     def body(pipeline: Pipeline, module: Any) -> dict[int, Any]:
         with torch.inference_mode():
             results = pipeline.evaluate(lambda _, part: {"prediction": module(part), "of": len(part)}, inputs)
-        train_once(pipeline, module, entry.batches(1)[0], 4)  # inference_mode leaves nothing behind that training meets
+        # inference_mode leaves nothing behind that training meets
+        parts = oracle.split(entry.batches(1)[0], 4)
+        pipeline.train(lambda _, part: module.training_step(part, 0), parts, oracle.shares(parts))
         return results
 
-    (*others, last) = over_threads(entry, body)
+    last, *others = over_threads(entry, Point(stages=4), body)  # process 0 has the last stage
     assert others == [{}] * 3
     assert last[0]["of"] == len(inputs[0])
     assert oracle.close(last[0]["prediction"], entry.build()(inputs[0]))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_losses_come_back_by_micro_batch_and_without_their_graph(schedule: str) -> None:
-    """There: losses keep the graph of the whole step alive, and an order of one's own mixes them up."""
-    entry = ZOO["mlp"]
-    batch = entry.batches(1)[0]
-
-    def body(pipeline: Pipeline, module: Any) -> dict[int, Tensor]:
-        return train_once(pipeline, module, batch, 4)
-
-    losses = over_threads(entry, body, schedule)[-1]
-    assert sorted(losses) == [0, 1, 2, 3]
-    assert not any(loss.requires_grad for loss in losses.values())
-    module = entry.build()
-    assert all(oracle.close(losses[i], module.loss(part)) for i, part in enumerate(oracle.split(batch, 4)))
