@@ -18,30 +18,9 @@ def crossing(calls: int, tensors: dict[int, Tensor]) -> Crossing:
     return Crossing(RunRecord(tuple(CallRecord(f"layer{n}", (n,), (False,)) for n in range(calls)), entries), tensors)
 
 
-def test_a_skip_connection_joins_what_the_neighbour_sends() -> None:
-    near, far = torch.ones(2), torch.zeros(2)
-    found = crossing(3, {2: near}).joined(crossing(1, {0: far}))
-    assert [entry.number for entry in found.path.entries] == [2, 0]
-    assert len(found.path.calls) == 3
-    assert found.tensors == {2: near, 0: far}
-
-
 def test_stages_that_took_different_paths_are_refused() -> None:
     with pytest.raises(CutError, match="another path"):
         crossing(1, {}).joined(crossing(3, {}))
-
-
-def test_a_stage_of_the_same_rank_gets_the_memory_without_the_graph() -> None:
-    leaving = crossing(1, {0: torch.ones(2, requires_grad=True) * 2, 1: torch.ones(2)})
-    arrived = leaving.detached()
-    assert arrived.tensors[0].data_ptr() == leaving.tensors[0].data_ptr()
-    assert not arrived.tensors[0].requires_grad
-    assert leaving.differentiable == arrived.differentiable == (0,)
-
-
-def test_what_has_not_travelled_needs_no_gradient() -> None:
-    leaving = crossing(1, {0: torch.ones(2, requires_grad=True), 1: torch.ones(2, requires_grad=True)})
-    assert Crossing(leaving.path, {1: leaving.tensors[1]}).differentiable == (1,)
 
 
 def test_copies_have_the_strides_of_what_was_expanded() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.call_record import LEAF, Same, Unseen, Value
+from lightning_pipe.intercept.call_record import Value
 from lightning_pipe.intercept.describe import described, stand_ins
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import tree_unflatten
@@ -43,28 +43,6 @@ def test_the_record_of_the_last_run_is_used_again() -> None:
     assert narrower.leaves == (TensorSpec((1, 3), torch.float32),)
 
 
-def test_leaves_are_described_once() -> None:
-    def several(x: Tensor, y: Tensor) -> Any:
-        out = x * 2
-        return out, [out, y, None, 3, "text"]
-
-    leaves = recorded(Returns(several), X, torch.ones(1))[1].leaves
-    assert leaves == (TensorSpec((2, 3), torch.float32), Same(2), Same(1), None, 3, "text")
-
-
-def test_results_of_functions_name_the_arguments_that_they_are() -> None:
-    x, y = torch.ones(2), torch.zeros(2)
-    spec = TensorSpec.of(x)
-    structure, leaves, _ = described(x * 1, [x], x.device)
-    assert (structure, leaves) == (LEAF, (spec,))
-    assert described((x * 1, 3, y * 1), [x, y], x.device)[1] == (spec, 3, spec)
-    assert described(x, [y, x, x], x.device)[1] == (Same(1),)
-    assert described(x.to("meta"), [x], x.device)[1] == (TensorSpec.of(x, "meta"),)
-    _, (_, unseen), new = described((result := x * 1, object()), [x], x.device)
-    assert isinstance(unseen, Unseen)
-    assert new == [result]
-
-
 def test_a_result_that_comes_twice_is_one_tensor_on_other_stages_too() -> None:
     x = torch.ones(2)
     _, leaves, new = described([out := x * 2, out, x], [x], x.device)
@@ -73,18 +51,6 @@ def test_a_result_that_comes_twice_is_one_tensor_on_other_stages_too() -> None:
     assert first is second
     assert third is x
     assert number == 3.5
-
-
-def test_a_view_of_an_argument_names_its_lender() -> None:
-    batch = torch.ones(4)
-    call = recorded(Returns(lambda x: x[:2]), batch)[1]
-    assert call.lent == (0,)
-
-
-def test_a_changed_argument_is_numbered_before_what_is_new() -> None:
-    result, call, tracker = recorded(Returns(lambda x: x.add_(1) * 2), torch.ones(2))
-    assert call.mutated == (0,)
-    assert tracker.numbers.of(result) == call.numbers[1]
 
 
 @dataclass
@@ -103,8 +69,3 @@ def test_a_dataclass_raises_where_a_named_tuple_crosses() -> None:
     assert "tuples (named ones too)" in str(caught.value.hint)
     result, call, _ = recorded(Returns(lambda x: Named(x * 2, 3)), X)
     assert tree_unflatten([*call.leaves], call.structure) == Named(TensorSpec.of(result.h), 3)
-
-
-def test_what_cannot_be_shown_raises() -> None:
-    with pytest.raises(CutError, match=r"'layers\.0' returns a object, which cannot be shown"):
-        recorded(Returns(lambda x: object()), X)

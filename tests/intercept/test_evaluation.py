@@ -15,7 +15,6 @@ from tests.support.pairs import every_second, pairs, slow_but
 from tests.support.small_net import (
     WIDTH,
     Block,
-    Carried,
     FilledThroughViews,
     InPlaceBlock,
     Net,
@@ -25,18 +24,6 @@ from tests.support.small_net import (
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def test_evaluation_between_batches_changes_nothing(run: dict[str, Any]) -> None:
-    extra = batch(5)
-
-    def evaluate(pipeline: Any, module: nn.Module) -> None:
-        for context in (torch.no_grad(), torch.inference_mode()):
-            with context:
-                results = pipeline.evaluate(lambda _, part: module(**part), [extra])
-                assert bool(results) == pipeline.is_loss_rank
-
-    assert_same(Carried(), batches(), between=evaluate, **run)
 
 
 class OwnChangedByLayer(Net):

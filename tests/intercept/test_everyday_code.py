@@ -245,16 +245,6 @@ def test_losses_of_routers(kind: str, run: dict[str, Any], recompute: str) -> No
     assert_same(model, tokens(), 2, **{**run, "layers": "model.layers"}, recompute=recompute)
 
 
-@pytest.mark.parametrize("kind", slow_but(["Deberta", "DebertaV2"], "DebertaV2"))
-def test_relative_positions(kind: str, run: dict[str, Any]) -> None:
-    torch.manual_seed(1)
-    options = SIZES | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
-    options |= {"norm_rel_ebd": "layer_norm", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = getattr(transformers, f"{kind}Config")(**options)
-    model = getattr(transformers, f"{kind}ForMaskedLM")(config)
-    assert_same(model, tokens(), 2, **{**run, "layers": f"{model.base_model_prefix}.encoder.layer"})
-
-
 class Encodes(Net):
     """In evaluation torch's encoder leaves zeros at padded places, if the padding is on the right."""
 

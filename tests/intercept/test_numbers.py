@@ -14,19 +14,6 @@ from lightning_pipe.tensor_spec import TensorSpec
 CPU = torch.device("cpu")
 
 
-def test_numbers_are_given_in_order_and_once() -> None:
-    numbers, (x, y) = Numbers(), torch.ones(2, 3)
-    assert [numbers.give(tensor) for tensor in (x, y, x)] == [0, 1, 0]
-    assert numbers.of(y) == 1
-    assert numbers.of(torch.ones(3)) is None
-
-
-def test_the_numbers_of_one_run_mean_nothing_to_another() -> None:
-    x = torch.ones(3)
-    Numbers().give(x)
-    assert Numbers().of(x) is None
-
-
 def test_what_is_derived() -> None:
     numbers, x = Numbers(), torch.ones(3)
     assert not numbers.derived(x)
@@ -35,25 +22,6 @@ def test_what_is_derived() -> None:
     assert numbers.derived(Placeholder.like(x, CPU))
     numbers.give(x)
     assert numbers.derived(x)
-
-
-def test_only_what_lives_is_alive() -> None:
-    numbers, x = Numbers(), torch.ones(3)
-    numbers.give(x)
-    numbers.give(torch.zeros(3))
-    assert [number for number, _ in numbers.alive()] == [0]
-    assert numbers.find(0) is x
-    assert numbers.find(1) is None
-
-
-def test_a_placeholder_is_filled_for_all_who_refer_to_it() -> None:
-    numbers, held = Numbers(), Placeholder.of(TensorSpec((3,), torch.float32), CPU)
-    same = [held]
-    numbers.bind(held, 4)
-    numbers.fill(4, torch.arange(3.0))
-    assert type(same[0]) is torch.Tensor
-    assert same[0].tolist() == [0, 1, 2]
-    assert (numbers.of(held), numbers.following) == (4, 5)
 
 
 def test_a_value_of_another_shape_raises() -> None:

@@ -125,17 +125,6 @@ def test_numbers_drawn_after_a_random_function_do_not_depend_on_the_cut(name: st
     assert found[1].losses == pytest.approx(found[0].losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", slow_but(["multi_head_attention_forward", "rrelu_"], "rrelu_"))
-def test_a_checkpoint_draws_them_again(name: str) -> None:
-    model = Drawing(DRAWS[name])
-    plain = pipelined(model, [batch()] * 2, 2, ranks=1, stages=2, layers="layers")
-    model.checkpointed = True
-    found = pipelined(model, [batch()] * 2, 2, ranks=1, stages=2, layers="layers")
-    assert found.losses == pytest.approx(plain.losses, rel=1e-6)
-    for key, value in plain.values.items():
-        assert torch.allclose(found.values[key], value, rtol=1e-4, atol=1e-6)
-
-
 class DrawingLayer(nn.Linear):
     """Draws from the generators of other libraries, an odd number of normal ones: both keep the second of a pair."""
 
@@ -187,22 +176,6 @@ class NotedLayer(HookedLayer):
         if type(result) is Tensor:
             NotedLayer.drawn.append(drawn)
         return result + drawn[0] * torch.randn_like(result)
-
-
-@pytest.mark.parametrize(
-    ("layer", "recompute"),
-    pairs([DrawingLayer, HookedLayer], ["never", "always"], lambda layer, recompute: layer == recompute),
-)
-def test_draws_of_layers_from_random_and_numpy_do_not_depend_on_the_cut(layer: type[nn.Module], recompute: str) -> None:
-    model = LibraryDrawing(layer)
-    found = [
-        pipelined(model, [batch()] * 2, 2, ranks=1, stages=stages, layers="layers", recompute=recompute)
-        for stages in (1, 4)
-    ]
-    for other in found[1:]:
-        assert other.losses == pytest.approx(found[0].losses, rel=1e-6)
-        for key, value in found[0].values.items():
-            assert torch.allclose(other.values[key], value, rtol=1e-4, atol=1e-6)
 
 
 class Quiet(Drawing):
@@ -309,18 +282,6 @@ def test_one_layer_that_first_draws_in_a_later_batch_does_so_alike_on_every_divi
     found = [curve(stages, 1, draw, 3, around, recompute=recompute) for stages in (1, 4)]
     assert alike(found)
     assert not alike([found[0], curve(1, 0, draw, 3, around)])
-
-
-@pytest.mark.parametrize("draw", SOME_LIBRARIES)
-def test_code_around_layers_that_first_draws_in_a_later_batch_does_so_alike(draw: Callable[[], float]) -> None:
-    found = [curve(stages, 0, draw, 3, later(draw)) for stages in (1, 4)]
-    assert alike(found)
-
-
-@pytest.mark.parametrize("draw", SOME_LIBRARIES)
-def test_layers_that_begin_on_stages_of_their_own_draw_as_if_alone(draw: Callable[[], float]) -> None:
-    found = [curve(4, 2, draw, 3, one), curve(4, 2, draw, 3, one, schedule="interleaved")]
-    assert alike(found)
 
 
 @pytest.mark.parametrize("draw", SOME_LIBRARIES)

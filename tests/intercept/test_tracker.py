@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord
-from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.tracker import Tracker
 
 
@@ -38,51 +37,6 @@ def tracker(
 ) -> Tracker:
     calls = None if expected is None else tuple(expected)
     return Tracker(calls, isolated, uses or Uses(), partial=True)
-
-
-def test_calls_of_what_is_derived_are_recorded_and_numbered() -> None:
-    uses, x, weight = Uses(), torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
-    with (first := tracker(uses=uses)):
-        doubled = x * 2
-        h = doubled @ weight
-        h = h.relu()
-    assert [(call.name, call.numbers) for call in first.calls] == [("matmul", (0,)), ("relu", (1,))]
-    assert uses.used == [weight]
-    assert first.numbers.of(doubled) is None
-    assert first.used == {0}, "what a call is given"
-
-
-def test_what_changes_in_place_is_told_but_for_what_changes_no_values() -> None:
-    told, x, y = [], torch.ones(2), torch.ones(2)
-    with (first := tracker()):
-        first.changing = lambda changed, name: told.append((name, len(changed)))
-        x.requires_grad_().requires_grad = False
-        x.grad = None
-        y[0].mul_(2)
-    assert told == [("mul_", 2)], "the view and what it is a view of"
-
-
-def test_a_stage_that_waits_gets_placeholders_of_the_same_numbers() -> None:
-    x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
-    with (first := tracker()):
-        (x @ weight).sum(0)
-    with (second := tracker(first.calls)):
-        h = x @ weight
-        total = h.sum(0)
-        assert (type(total), total.shape, total.requires_grad) == (Placeholder, (2,), True)
-        second.arrive()
-    assert [second.numbers.of(each) for each in (h, total)] == [0, 1]
-    assert (second.calls, second.waiting) == (first.calls, False)
-
-
-def test_what_was_read_is_read_by_later_stages_too() -> None:
-    weight = nn.Parameter(torch.tensor(3.0))
-    with (first := tracker()):
-        assert (weight * 2).item() == 6.0
-    with torch.no_grad():
-        weight.fill_(4.0)
-    with tracker(first.calls):
-        assert (weight * 2).item() == 6.0
 
 
 def test_nothing_is_told_to_later_stages_too() -> None:
@@ -124,13 +78,3 @@ def test_another_history_of_the_batch_raises() -> None:
         other = x * 2 * 2
         with pytest.raises(CutError, match="is given other values here"):
             other * weight
-
-
-def test_paused_and_resumed() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    with (first := tracker()), first.paused():
-        weight.relu()
-        with first.resumed():
-            weight.tanh()
-        weight.relu()
-    assert [call.name for call in first.calls] == ["tanh"]

@@ -162,13 +162,6 @@ def test_a_tensor_that_was_not_sent_is_missed() -> None:
         pipelined(Sometimes(), [quiet, quiet, loud], 1, ranks=2, layers="layers")
 
 
-@pytest.mark.parametrize(("schedule", "peaks"), [("gpipe", [6, 6, 6, 6]), ("1f1b", [4, 3, 2, 1])])
-def test_activations_held_are_those_of_the_schedule(schedule: str, peaks: list[int]) -> None:
-    outcome = pipelined(Net(), [batch(6)] * 2, 6, ranks=4, schedule=schedule, layers="layers")
-    found = {pipeline.transport.rank: pipeline.executor.peak_held for pipeline in outcome.pipelines}
-    assert [found[rank] for rank in range(4)] == peaks
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

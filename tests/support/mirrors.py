@@ -42,6 +42,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "whole_gradients": "trainer/whole_model/test_gradient_norms",
     },
     "engine/first_batch": {"trial_runs": "engine/first_batch/test_trial_losses"},
+    "intercept": {"in_place": "intercept/test_changes_in_place", "incoming": "intercept/test_what_crosses"},
     "intercept/torch_patches": {"activation_checkpoints": "intercept/test_surroundings"},
     "intercept/turns": {"tracker": "intercept/turns/test_run"},
     "parameters": {"releasing": "parameters/test_ownership"},
