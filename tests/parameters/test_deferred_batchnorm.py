@@ -275,7 +275,6 @@ RUNS = [
     Run(2, 1, 1, "chimera"),
 ]
 FAST = [
-    Run(2, 1, 3),
     Run(2, 2, 3, recompute="always"),
     Run(2, 1, 7, "chimera"),
 ]

@@ -87,11 +87,6 @@ def loss(process: int, micro_batches: int) -> float:
     return float(pipeline.train(lambda part: F.mse_loss(model.blocks(part) * next(model.numbers), part), DATA))
 
 
-def test_what_is_drawn_once_is_what_one_device_draws() -> None:
-    plain = F.mse_loss(Net().blocks(DATA), DATA).item()
-    assert run_world(loss, 2, timeout=SECONDS, micro_batches=1) == [pytest.approx(plain)] * 2
-
-
 def test_what_is_drawn_twice_is_refused() -> None:
     """Losses are looked at in the first batch, whose micro-batches run once more for it."""
     with pytest.raises(RepeatedRunError, match=r"self\.numbers"):
