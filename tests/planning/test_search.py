@@ -190,9 +190,9 @@ def test_what_layers_have_in_common_counts_once_on_each_stage_that_holds_it() ->
 
 
 def test_the_best_are_those_of_trying_everything() -> None:
-    slow = profile(slow_first=2.5, message=2e-3)
-    halved = replace(with_slow_halves(profile()), tied=(TiedSizes((0, 15), 8 * MIB),))
-    for costs, limit in ((slow, inf), (halved, inf), (profile(), 400.0 * MIB)):
+    slow = with_slow_halves(profile(slow_first=2.5, message=2e-3))
+    uneven = replace(slow, tied=(TiedSizes((0, 15), 8 * MIB),))
+    for costs, limit in ((uneven, inf), (profile(), 400.0 * MIB)):
         engine = _Search(Predictor(costs), limit)
         different = {}
         for one in _candidates(costs, SearchOptions(4, 16)):

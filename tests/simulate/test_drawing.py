@@ -151,13 +151,6 @@ def test_every_box_of_a_picture_has_its_number(
     assert written == [str(event.micro_batch) for row in timeline.compute for event in row]
 
 
-def test_the_title_of_a_picture_has_the_bubble_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    titles = []
-    monkeypatch.setattr(Axes, "set_title", lambda self, title, **_: titles.append(title))
-    timeline_of("1f1b").plot(tmp_path / "x.png")
-    assert titles == ["1f1b: 4 ranks, 8 micro-batches, bubble ratio 27.3 %"]
-
-
 if __name__ == "__main__":
     for each in DRAWN:
         (GOLDEN / f"{each}.txt").write_text(draw(timeline_of(each), width=200) + "\n")

@@ -179,10 +179,13 @@ def test_a_skip_passes_over_the_ranks_between() -> None:
     assert per_batch[2] < 500
 
 
+WIDTH = 300
+
+
 class Reading(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(1000, 1000)
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, decoded: Tensor, encoded: Tensor) -> Tensor:
         return torch.tanh(self.linear(decoded + encoded))
@@ -193,7 +196,7 @@ class SideInput(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(1000, 1000), *(Reading() for _ in range(4))])
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), *(Reading() for _ in range(4))])
 
     def forward(self, x: Tensor) -> Tensor:
         encoded, decoded = self.layers[0](x), x
@@ -209,12 +212,12 @@ def test_a_side_input_crosses_each_cut_once() -> None:
     def note(pipeline: Any, module: nn.Module) -> None:
         sent[pipeline.transport.rank].append(pipeline.transport.sent)
 
-    data = [{"x": 0.1 * torch.randn(4, 1000)}] * 3
+    data = [{"x": 0.1 * torch.randn(4, WIDTH)}] * 3
     assert_same(SideInput(), data, 1, ranks=4, balance=[1, 2, 1, 1], layers="layers", schedule="gpipe", between=note)
     # forward: the side input over 3 cuts, the decoder's state over 2; backward: the same
     tensors = {0: 1, 1: 2 + 1, 2: 2 + 2, 3: 2}
     for rank, expected in tensors.items():
-        assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * 1000 * 8, abs=1000), rank
+        assert sent[rank][-1] - sent[rank][-2] == pytest.approx(expected * 4 * WIDTH * 8, abs=1000), rank
 
 
 def test_a_pop_without_stash_over_stages_raises() -> None:

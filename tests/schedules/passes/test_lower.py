@@ -29,15 +29,6 @@ def pipes_of(schedule: Schedule) -> list[int]:
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=str)
-def test_both_ends_agree_on_the_order_of_messages_and_nothing_deadlocks(sweep: Sweep) -> None:
-    for training in sweep:
-        for schedule in (training, forwards(training)):
-            lowered = lower(schedule)
-            assert_mirrored(lowered)
-            run(lowered, schedule.stages - 1)
-
-
-@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_both_ends_agree_on_messages_that_skip_stages(sweep: Sweep) -> None:
     for training in sweep:
         last = training.stages - 1
@@ -53,10 +44,12 @@ def test_both_ends_agree_on_messages_that_skip_stages(sweep: Sweep) -> None:
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=str)
-def test_one_message_per_boundary_and_one_reduction_per_stage_are_inserted(sweep: Sweep) -> None:
+def test_both_ends_agree_on_one_message_per_boundary_and_nothing_deadlocks(sweep: Sweep) -> None:
     for training in sweep:
         for schedule in (training, forwards(training)):
             lowered = lower(schedule)
+            assert_mirrored(lowered)
+            run(lowered, schedule.stages - 1)
             counts = Counter(action.kind for actions in lowered for action in actions)
             boundaries = sum(
                 schedule.placement[pipe, stage] != schedule.placement[pipe, stage + 1]
