@@ -12,12 +12,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 import lightning_pipe
 from lightning_pipe.batches.micro_batches import divide_batch
-from lightning_pipe.batches.split_batch import samples, split
+from lightning_pipe.batches.split_batch import split
 from lightning_pipe.engine import batch_kinds
 from lightning_pipe.engine.batch_kinds import cut, kind_of
-from lightning_pipe.engine.containers import children, fresh
 from lightning_pipe.errors import ConfigurationError
-from tests.support.batches import Graph, GraphBatch, Rows, graphs
+from tests.support.batches import graphs
 
 SEQUENCES = [torch.arange(float(n)) + 10 * n for n in (3, 1, 4, 2, 2)]
 
@@ -37,32 +36,11 @@ def test_packed_sequences_keep_their_order(is_sorted: bool) -> None:
     assert all((part["x"].sorted_indices is None) == is_sorted for part in parts)
 
 
-def test_graphs_are_cut_with_their_batch() -> None:
-    batch = graphs([3, 1, 4, 2, 2])
-    assert samples(batch) == 5
-    first, second = split((batch, torch.arange(5)), [3, 2])
-    assert type(first[0]) is GraphBatch
-    assert [len(graph.x) for graph in first[0].to_data_list()] == [3, 1, 4]
-    assert second[0].batch.tolist() == [0, 0, 1, 1]
-    assert second[1].tolist() == [3, 4]
-    assert torch.equal(torch.cat([first[0].x, second[0].x]), batch.x)
-
-
 def test_what_was_added_to_a_batch_of_graphs_is_not_lost() -> None:
     batch = graphs([3, 1])
     batch.weight = torch.ones(4)  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match=r"(?s)weight of a GraphBatch.*in the dataset.*micro_batches=1"):
         split(batch, [1, 1])
-
-
-def test_objects_with_split() -> None:
-    batch = Rows({"x": torch.arange(5), "y": torch.ones(5, 2)})
-    assert samples({"rows": batch, "label": torch.zeros(5)}) == 5
-    assert [part["x"].tolist() for part in split(batch, [3, 2])] == [[0, 1, 2], [3, 4]]
-    assert children(batch) is None
-    copied = fresh(batch)
-    copied["x"].add_(1)
-    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
 
 
 class Ratio:
@@ -124,8 +102,3 @@ def test_a_function_that_cuts_wrongly_is_named() -> None:
     kind = batch_kinds.BatchKind(lambda batch, sizes: _split(batch, [1] * len(sizes)), lambda batch: len(batch.texts))
     with pytest.raises(ConfigurationError, match=r"a Documents into parts of \[3, 2\] samples made \[1, 1\]"):
         cut(Documents("abcde"), kind, [3, 2])
-
-
-def test_a_graph_alone_has_no_samples() -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)a Graph, which cannot be split.*micro_batches=1"):
-        samples(Graph(torch.ones(3, 2)))

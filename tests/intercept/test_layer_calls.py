@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pipe.intercept.inner_hooks import acting
 from lightning_pipe.intercept.layer_calls import LayerCalls
 from lightning_pipe.intercept.stage_layers import StageLayers
-from lightning_pipe.skip import SkipKey, StepStore, put, stored_in, take
+from lightning_pipe.skip import SkipKey, StepStore, put, stored_in
 from tests.intercept.test_skipped_layers import run_cache
 from tests.intercept.test_tracker import tracker
 
@@ -75,20 +75,6 @@ def test_a_skip_connection_with_a_route_gets_a_number_of_its_own() -> None:
     assert call.stashed == (EARLY,)
     assert calls.routed == {0: 2}
     assert call.numbers == (1, 0)
-
-
-def test_a_skip_connection_ends_where_it_is_taken() -> None:
-    calls, x = layer_calls([]), torch.ones(2, requires_grad=True)
-
-    def stash(given: Tensor) -> Tensor:
-        put("early", given * 2)
-        return given * 3
-
-    with calls.tracker, stored_in(calls._skips):
-        h = calls.run("0", 0, nn.Identity(), stash, (x,), {})
-        calls.run("1", 1, nn.Identity(), lambda given: given + take("early"), (h,), {})
-    first, second = calls.tracker.calls
-    assert (first.stashed, first.popped, second.popped) == ((EARLY,), (), (EARLY,))
 
 
 def test_a_module_that_a_hook_in_a_layer_calls_leaves_the_layer_watched() -> None:

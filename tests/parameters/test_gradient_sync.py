@@ -33,39 +33,53 @@ def make(dtypes: list[torch.dtype]) -> list[Parameter]:
     return [Parameter(torch.zeros(shape, dtype=dtypes[i % len(dtypes)])) for i, shape in enumerate(shapes)]
 
 
-def sums(transport: Transport, bucket_bytes: int, dtypes: list[torch.dtype]) -> list[list[Any]]:
+def owner_of(parameter: Parameter) -> int:
+    """Whoever: uneven parts, and no part for process 1."""
+    return 0 if parameter.dim() > 1 else 2
+
+
+def sums(transport: Transport, bucket_bytes: int, dtypes: list[torch.dtype], owned: bool) -> list[list[Any]]:
+    """The gradients after each step; if parameters have owners, ``None`` in the place of what others get."""
     parameters = make(dtypes)
     reducer = GradientSync(transport, bucket_bytes)
-    reducer.add(0, parameters, EVERYONE)
+    reducer.add(0, parameters, EVERYONE, owner_of if owned else None)
     found = []
     for step in range(3):
         for parameter in parameters:
             parameter.grad = gradient(parameter, transport.process, step)
         reducer.start(0)
+        assert all(parameter.grad is None for parameter in parameters)
         reducer.finish()
-        found.append([parameter.grad.tolist() for parameter in parameters if parameter.grad is not None])
-        assert all(p.grad is not None and p.grad.dtype == p.dtype and p.grad.stride() == p.stride() for p in parameters)
+        for p in parameters:
+            assert p.grad is None or (p.grad.dtype == p.dtype and p.grad.stride() == p.stride())
+        found.append([None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters])
     return found
 
 
-def expected(dtypes: list[torch.dtype]) -> list[list[Any]]:
+def expected(dtypes: list[torch.dtype], owned: bool) -> list[list[list[Any]]]:
+    """What each process has after each step."""
+    steps = [[sum(gradient(p, process, step) for process in EVERYONE) for p in make(dtypes)] for step in range(3)]
     return [
-        [sum(gradient(p, process, step) for process in EVERYONE).tolist() for p in make(dtypes)] for step in range(3)
+        [[whole.tolist() if not owned or owner_of(whole) == process else None for whole in step] for step in steps]
+        for process in EVERYONE
     ]
 
 
 MIXED = [torch.float32, torch.float64, torch.bfloat16]
 
 
+@pytest.mark.parametrize("owned", [False, True], ids=["everyone", "owners"])
 @pytest.mark.parametrize("dtypes", [[torch.float64], MIXED], ids=["one dtype", "mixed"])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
-def test_sums_are_exact(bucket_bytes: int, dtypes: list[torch.dtype]) -> None:
-    results = run_threads(thread_world(WORLD), lambda transport: sums(transport, bucket_bytes, dtypes))
-    assert results == [expected(dtypes)] * 3
+def test_sums_are_exact(bucket_bytes: int, dtypes: list[torch.dtype], owned: bool) -> None:
+    results = run_threads(thread_world(WORLD), lambda transport: sums(transport, bucket_bytes, dtypes, owned))
+    assert results == expected(dtypes, owned)
 
 
-def test_sums_are_exact_over_gloo() -> None:
-    assert processes.run_pipeline(sums, WORLD, bucket_bytes=200, dtypes=MIXED) == [expected(MIXED)] * 3
+@pytest.mark.parametrize("owned", [False, True], ids=["everyone", "owners"])
+def test_sums_are_exact_over_gloo(owned: bool) -> None:
+    found = processes.run_pipeline(sums, WORLD, bucket_bytes=200, dtypes=MIXED, owned=owned)
+    assert found == expected(MIXED, owned)
 
 
 def test_a_gradient_may_be_missing_on_some_members_or_on_all() -> None:
@@ -207,21 +221,6 @@ def test_there_is_never_a_second_copy_of_all_gradients() -> None:
     assert run_threads(thread_world(Topology(1, 2)), fn) == [[80_000]] * 2
 
 
-def test_late_gradients_raise() -> None:
-    def fn(transport: ThreadTransport) -> str:
-        weight = Parameter(torch.zeros(2))
-        reducer = GradientSync(transport)
-        reducer.add(0, [weight], EVERYONE)
-        weight.grad = torch.ones(2)
-        reducer.start(0)
-        weight.grad = torch.ones(2)
-        with pytest.raises(ConfigurationError, match="after its reduction had started"):
-            reducer.finish()
-        return ""
-
-    run_threads(thread_world(WORLD), fn)
-
-
 def test_sparse_gradients_raise() -> None:
     def fn(transport: ThreadTransport) -> None:
         layer = torch.nn.Embedding(4, 2, sparse=True)
@@ -259,51 +258,6 @@ def test_sums_in_bfloat16_are_rounded_as_said() -> None:
     error = (expected.float() - gradients.sum(0)).abs()
     assert float(error.max()) > 0  # a sum without rounding would not be this one
     assert bool((error <= 3 * 2**-8 * gradients.abs().sum(0)).all())
-
-
-def owner_of(parameter: Parameter) -> int:
-    """Whoever: uneven parts, and no part for process 1."""
-    return 0 if parameter.dim() > 1 else 2
-
-
-def scattered(
-    transport: Transport, bucket_bytes: int, dtypes: list[torch.dtype], dtype: torch.dtype | None = None
-) -> list[list[Any]]:
-    """As `sums`, but for the owners alone: ``None`` in the place of what others get."""
-    parameters = make(dtypes)
-    reducer = GradientSync(transport, bucket_bytes, dtype=dtype)
-    reducer.add(0, parameters, EVERYONE, owner_of)
-    found = []
-    for step in range(2):
-        for parameter in parameters:
-            parameter.grad = gradient(parameter, transport.process, step)
-        reducer.start(0)
-        assert all(parameter.grad is None for parameter in parameters)
-        reducer.finish()
-        kept = [parameter for parameter in parameters if parameter.grad is not None]
-        assert all(p.grad is not None and p.grad.dtype == p.dtype and p.grad.stride() == p.stride() for p in kept)
-        found.append([None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters])
-    return found
-
-
-def expected_of(process: int, dtypes: list[torch.dtype]) -> list[list[Any]]:
-    whole, parameters = expected(dtypes)[:2], make(dtypes)
-    return [
-        [value if owner_of(p) == process else None for p, value in zip(parameters, values, strict=True)]
-        for values in whole
-    ]
-
-
-@pytest.mark.parametrize("dtypes", [[torch.float64], MIXED], ids=["one dtype", "mixed"])
-@pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
-def test_owners_alone_get_sums(bucket_bytes: int, dtypes: list[torch.dtype]) -> None:
-    results = run_threads(thread_world(WORLD), lambda transport: scattered(transport, bucket_bytes, dtypes))
-    assert results == [expected_of(process, dtypes) for process in EVERYONE]
-
-
-def test_owners_alone_get_sums_over_gloo() -> None:
-    results = processes.run_pipeline(scattered, WORLD, bucket_bytes=200, dtypes=MIXED)
-    assert results == [expected_of(process, MIXED) for process in EVERYONE]
 
 
 def test_owners_get_what_is_missing_elsewhere_and_keep_frozen_parameters() -> None:

@@ -96,16 +96,6 @@ def test_new_tensors_belong_to_the_ranks_with_the_loss_or_to_those_that_have_the
     assert ownership.owners("average.weight") == ownership.owners("layers.1.bias") == (0, 1, 2)
 
 
-def test_layers_belong_to_their_ranks_and_the_rest_to_all_at_first() -> None:
-    ownership, net = divided(0)
-    weight = net.layers[1].weight
-    ownership.release_layers()
-    assert ownership.owners("layers.1.weight") == (1,)
-    assert ownership.owners("embed.weight") == (0, 1)
-    assert net.layers[1].weight is weight, "optimizers refer to it"
-    assert [is_absent(parameter) for parameter in net.parameters()] == [False] * 4 + [True] * 2 + [False] * 2
-
-
 def test_what_may_have_memory_in_common() -> None:
     net = Net()
     mask = torch.ones(3)

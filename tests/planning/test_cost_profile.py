@@ -105,11 +105,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
         CostProfile.load(path)
 
 
-def test_every_layer_has_a_number() -> None:
-    with pytest.raises(ConfigurationError, match="boundary_bytes needs 3 numbers, one for each layer, got 2"):
-        replace(profile(), sizes={1: replace(profile().sizes[2], boundary_bytes=(1.0, 2.0))})
-
-
 def test_the_median_of_processes_counts() -> None:
     other = CostProfile("Net", profile().layers, {2: profile().sizes[4], 4: profile().sizes[2]}, overhead=0.03)
     both = merged([profile(), other])

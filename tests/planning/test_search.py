@@ -96,26 +96,6 @@ def test_tied_parameters_are_summed_over_the_ranks_that_hold_them() -> None:
         assert Predictor(tied).seconds(one) == pytest.approx(with_.seconds)
 
 
-def test_what_holders_divide_is_reduced_and_shared_share_by_share() -> None:
-    """By hand, with two layers of 12 MiB on a stage: messages of 20 us latency, 1e-10 s per byte; steps of 1e-11 s."""
-    size, latency = 2 * 12 * MIB, 2e-5
-    whole = {2: 2 * latency + 1e-10 * size, 4: 4 * latency + 1.5e-10 * size}
-    shared = {2: 2 * latency + 0.5e-10 * size, 4: 8 * latency + 0.75e-10 * size}
-    for copies in (2, 4):
-        update = 1e-11 * size / copies
-        expected: dict[Sharding, tuple[float, float]] = {
-            False: (whole[copies], 1e-11 * size),
-            True: (whole[copies], update + shared[copies]),
-            "gradients": (shared[copies], update + shared[copies]),
-        }
-        for sharding, (reduce, step) in expected.items():
-            found = stage_costs(profile(4), (2, 2), 1, (copies, copies), sharding)
-            assert found.reduce == pytest.approx([reduce] * 2, rel=1e-12)
-            assert found.step == pytest.approx([step] * 2, rel=1e-12)
-    alone = stage_costs(profile(4), (2, 2), 1, (1, 1), "gradients")
-    assert (list(alone.reduce), alone.step) == ([0, 0], [1e-11 * size] * 2)  # type: ignore[arg-type]
-
-
 def test_a_divided_step_is_predicted_with_what_its_holders_share() -> None:
     """By hand: rank 0 is done last, sums its stage with nothing beside it, updates its share and shares it."""
     size, latency, tied = 2 * 12 * MIB, 2e-5, 8 * MIB

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from lightning_pipe.errors import ScheduleError
@@ -34,33 +32,6 @@ CASES: list[tuple[Family, int, int | None]] = [
 
 def computed(call: Call, kind: Kind) -> list[int | None]:
     return [action.micro_batch for action in call.actions if action.kind is kind]
-
-
-@pytest.mark.parametrize("ranks", range(1, 6))
-def test_pipedream(ranks: int) -> None:
-    found = stream(PipeDream(), ranks)
-    assert (found.micro_batches, found.lag) == (1, ranks - 1)
-    for rank in range(ranks):
-        for number in range(3 * ranks + 20):
-            call, done = found.call(rank, number), number - (ranks - 1)
-            assert computed(call, Kind.FORWARD) == [number - rank] * (number >= rank)
-            assert computed(call, Kind.BACKWARD) == [done] * (done >= 0)
-            assert call.update == call.finished == (done,) * (done >= 0)
-            assert found.version(rank, number) == max(0, number - (ranks - 1 - rank))
-
-
-@pytest.mark.parametrize(("ranks", "size"), slow_but(product(range(1, 5), [4, 6, 8]), (1, 4), (2, 4), (4, 6)))
-def test_2bw(ranks: int, size: int) -> None:
-    found = stream(PipeDream2BW(size), ranks)
-    assert (found.micro_batches, found.lag) == (size, int(ranks > 1))
-    for rank in range(ranks):
-        for number in range(8):
-            call, done = found.call(rank, number), number - found.lag
-            assert call.update == call.finished == (done,) * (done >= 0)
-            first = number * size
-            assert computed(call, Kind.FORWARD) == list(range(max(0, first - rank), first - rank + size))
-            assert computed(call, Kind.BACKWARD) == list(range(max(0, first - ranks + 1), first - ranks + 1 + size))
-            assert found.version(rank, first) == max(0, number - 1)
 
 
 @pytest.mark.parametrize(("family", "ranks", "stages"), slow_but(CASES, *FAST), ids=str)

@@ -43,23 +43,6 @@ def buffers(end: SharedMemoryPeer) -> int:
     return sum(map(len, end._own.values()))
 
 
-def test_tags_do_not_wait_for_each_other_and_keep_their_order(pair: Pair) -> None:
-    first, second = pair
-    for value, (tag, size) in enumerate([(1, 5), (2, 70_000), (1, 5), (1, 0), (2, 70_000)]):
-        send(first, message(value, size), tag)
-    targets = [
-        (2, message(9, 70_000)),
-        (2, message(9, 70_000)),
-        (1, message(9, 5)),
-        (1, message(9, 5)),
-        (1, message(9, 0)),
-    ]
-    receives = [second.post(data, tag) for tag, data in targets]
-    for each in reversed(receives):
-        each.wait()
-    assert [data.unique().tolist() for _, data in targets] == [[1], [4], [0], [2], []]
-
-
 def test_memory_is_used_again(pair: Pair) -> None:
     first, second = pair
     data = message(0, 1 << 16)
@@ -99,11 +82,6 @@ def test_a_message_that_cannot_be_written_leaves_no_trace(pair: Pair) -> None:
     second.post(data, 0).wait()
     assert data.unique().tolist() == [7]
     assert buffers(first) == 1
-
-
-def test_waiting_ends_at_the_timeout(pair: Pair) -> None:
-    with pytest.raises(TimeoutError, match="timed out"):
-        pair[0].post(message(0, 4), 0).wait()
 
 
 def test_what_was_sent_before_the_end_still_arrives(pair: Pair) -> None:
