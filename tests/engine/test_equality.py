@@ -45,10 +45,6 @@ FURTHER = [
 ]
 
 
-def always(entry: Entry, point: Point) -> bool:
-    return True
-
-
 def in_turn(entry: Entry, point: Point) -> bool:
     """Every named point with a main model; of the further ones those that no other test has over threads."""
     points = NAMED if point in NAMED else FURTHER
@@ -56,9 +52,7 @@ def in_turn(entry: Entry, point: Point) -> bool:
     return MAIN.index(entry) == points.index(point) % len(MAIN) and not alone
 
 
-def cases(
-    entries: Iterable[Entry], points: Iterable[Point], fast: Callable[[Entry, Point], bool] = always
-) -> list[Any]:
+def cases(entries: Iterable[Entry], points: Iterable[Point], fast: Callable[[Entry, Point], bool]) -> list[Any]:
     """The points at which each model can equal one device, threads being the ranks."""
     return [
         pytest.param(entry, point, id=f"{entry}-{point}", marks=() if fast(entry, point) else pytest.mark.slow)
@@ -75,35 +69,25 @@ def fits(entry: Entry, point: Point) -> bool:
     return entry.threads and allowed and BATCH // point.micro_batches >= entry.fewest
 
 
-@pytest.mark.parametrize(("entry", "point"), cases(MAIN, NAMED, in_turn))
-def test_main_models(entry: Entry, point: Point) -> None:
-    check(entry, point)
-
-
-@pytest.mark.parametrize(("entry", "point"), cases(MAIN, FURTHER, in_turn))
-def test_main_models_with_further_schedules(entry: Entry, point: Point) -> None:
-    check(entry, point)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("entry", "point"), cases(SMALL, FURTHER))
-def test_small_models_with_further_schedules(entry: Entry, point: Point) -> None:
-    check(entry, point)
-
-
-def test_booleans_cross_cuts_of_stages_that_compute_again() -> None:
-    check(ZOO["structures"], Point("gpipe", stages=4, micro_batches=3, recompute="always", steps=1))
-
-
 def with_or_without_replicas(entry: Entry, point: Point) -> bool:
     """Every third small model at one point: every second one of them that can have replicas with them."""
     number = SMALL.index(entry)
     return number % 3 == 0 and point is NAMED[1 + number // 2 % 2 * 2 if entry.replicas and number % 2 == 0 else 0]
 
 
-@pytest.mark.parametrize(("entry", "point"), cases(SMALL, [NAMED[0], NAMED[1], NAMED[3]], with_or_without_replicas))
-def test_small_models(entry: Entry, point: Point) -> None:
+CASES = [
+    *cases(MAIN, [*NAMED, *FURTHER], in_turn),
+    *cases(SMALL, [NAMED[0], NAMED[1], NAMED[3], *FURTHER], with_or_without_replicas),
+]
+
+
+@pytest.mark.parametrize(("entry", "point"), CASES)
+def test_models(entry: Entry, point: Point) -> None:
     check(entry, point)
+
+
+def test_booleans_cross_cuts_of_stages_that_compute_again() -> None:
+    check(ZOO["structures"], Point("gpipe", stages=4, micro_batches=3, recompute="always", steps=1))
 
 
 @pytest.mark.parametrize(

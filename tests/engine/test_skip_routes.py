@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipe.engine.skip_routes import Routes, ends_of, skip_routes
+from lightning_pipe.engine.skip_routes import Routes, skip_routes
 from lightning_pipe.skip import SkipKey, skippable
 
 
@@ -28,21 +28,7 @@ def routes(*layers: nn.Module, extra: nn.Module | None = None) -> Routes:
     return skip_routes(module, named, [range(n, n + 1) for n in range(len(layers))])
 
 
-def test_what_passes_over_a_stage_has_a_route() -> None:
-    found = routes(layer(stash=["far", "near"]), layer(pop=["near"]), layer(), layer(pop=["far"]))
-    assert found == {0: {SkipKey(None, "far"): 3}}
-    assert ends_of(found) == [(0, 3)]
-
-
 def test_a_layer_that_pops_and_stashes_a_name_pops_first() -> None:
     both = layer(stash=["x"], pop=["x"])
     found = routes(layer(stash=["x"]), layer(), both, layer(), layer(pop=["x"]), extra=layer(pop=["y"]))
     assert found == {0: {SkipKey(None, "x"): 2}, 2: {SkipKey(None, "x"): 4}}
-
-
-def test_what_no_layer_stashes_has_no_route() -> None:
-    assert routes(layer(), layer(), layer(pop=["x"]), extra=layer(stash=["x"])) == {}
-
-
-def test_what_the_plain_functions_keep_has_none() -> None:
-    assert ends_of(routes(layer(), layer(), layer())) == []

@@ -19,52 +19,6 @@ def versions() -> tuple[WeightVersions, nn.Linear]:
     return WeightVersions(module, Ownership(module, find_layers(module), [(0,), (0,)], 0, (0,), ["rank 0"])), linear
 
 
-def test_a_batch_computes_with_the_version_that_it_began_with() -> None:
-    weights, linear = versions()
-    own = linear.weight
-    weights.begin_call()
-    weights.step(oldest=0)
-    own.data.fill_(5.0)
-    with weights.using(0, version=0):
-        assert linear(torch.ones(1, 1)).item() == 1.0
-    assert linear.weight is own
-    assert own.item() == 5.0
-    assert [*weights.stash] == [0]
-    weights.step(oldest=2)
-    assert not weights.stash
-
-
-def test_gradients_of_batches_are_averaged_in_the_parameter() -> None:
-    weights, linear = versions()
-    weights.begin_call()
-    for batch, factor in enumerate((1.0, 3.0)):
-        with weights.using(batch, version=0):
-            linear(torch.full((1, 1), factor)).sum().backward()
-    assert linear.weight.grad is None
-    weights.collect([0, 1])
-    assert linear.weight.grad is not None
-    assert linear.weight.grad.item() == 2.0
-
-
-def test_a_backward_pass_runs_on_the_version_of_its_forward_pass() -> None:
-    weights, linear = versions()
-    point = torch.ones(1, 1, requires_grad=True)
-    weights.begin_call()
-    with weights.using(0, version=0):
-        result = linear(point)
-    weights.step(oldest=0)
-    with torch.no_grad():
-        linear.weight.mul_(5.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        result.sum().backward(retain_graph=True)
-    with weights.using(0, version=0):
-        result.sum().backward()
-    assert point.grad is not None
-    assert point.grad.item() == 1.0
-    with weights.using(1, version=1), torch.no_grad():
-        assert linear(point).item() == 5.0
-
-
 def test_a_change_between_the_passes_of_a_batch_is_noticed() -> None:
     """As by a hook that clamps weights, in a call without a step: no memory has the former values."""
     weights, linear = versions()

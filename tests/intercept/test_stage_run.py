@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_pipe.errors import ConfigurationError
 from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
@@ -16,17 +15,6 @@ from tests.support.pairs import slow_but
 from tests.support.small_net import WIDTH, Carried, Net, ViewsAndChunks, batch, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-class Distributions(Net):
-    """torch.distributions looks at the values that it is given."""
-
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        h = self.layers[0](h)
-        known = torch.distributions.Normal(h, h.exp(), validate_args=True)
-        for layer in list(self.layers)[1:]:
-            h = layer(h + known.stddev)
-        return h + torch.distributions.kl_divergence(known, torch.distributions.Normal(0.0, torch.ones_like(h)))
 
 
 class UnusedParameter(Net):
@@ -59,12 +47,6 @@ class CopiesAndSearches(Net):
             rows, columns = torch.where(h > 0)
             h = layer(h) + 0.1 * copy.deepcopy(h.detach()) + 0.1 * h[rows, columns].sum() + len(rows)
         return h
-
-
-class ReturnsDictionary(Net):
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        h = self.body(self.embed(x), x)
-        return {"loss": F.mse_loss(self.head(h), y), "hidden": h}
 
 
 class KeepsState(Net):
@@ -135,7 +117,7 @@ def test_a_batch_without_gradients_raises_as_on_one_device(recompute: str) -> No
 @pytest.mark.parametrize(
     "model",
     slow_but(
-        [Net, Distributions, ReturnsDictionary, ViewsAndChunks, KeepsState, CastByAutocast, CopiesAndSearches],
+        [Net, ViewsAndChunks, KeepsState, CastByAutocast, CopiesAndSearches],
         ViewsAndChunks,
         KeepsState,
         CastByAutocast,

@@ -18,25 +18,6 @@ from tests.support.small_net import Net, batches
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
-
-
-class CustomFunction(Net):
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            h = layer(Square.apply(h))
-        return h
-
-
 class NoGradPrefix(Net):
     def body(self, h: Tensor, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -141,7 +122,6 @@ def test_hooks_of_layers_run_where_the_layers_do(schedule: str, recompute: str) 
 @pytest.mark.parametrize(
     "model",
     [
-        CustomFunction,
         NoGradPrefix,
         Checkpointed,
         CheckpointedTogether,

@@ -108,6 +108,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "base": "transport/test_transports",
         "gloo": "transport/test_transports",
         "nonblocking_broadcast": "trainer/evaluation/test_stream",
+        "single_process": "plain/test_pipeline",
         "work": "transport/test_transports",
     },
     "transport/shared_memory": {"rendezvous": "transport/shared_memory/test_peer"},
