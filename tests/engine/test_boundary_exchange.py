@@ -87,11 +87,6 @@ def test_what_takes_another_path_goes_in_full() -> None:
     assert [sorted(each.tensors) for each in came] == [[0, 1], [0, 1], [0]]
 
 
-def test_without_gradients_nothing_comes_back() -> None:
-    back, _ = over_a_boundary([crossing("a", torch.ones(2))], frozenset())
-    assert back == [Returned({}, frozenset({0}))]
-
-
 def test_what_has_set_out_keeps_the_plans_that_it_has() -> None:
     def body(exchange: BoundaryExchange) -> list[int]:
         sent = []

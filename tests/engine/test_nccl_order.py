@@ -175,14 +175,6 @@ def test_batches_in_flight_end(family: Family, replicas: int) -> None:
     check(record(topology, body))
 
 
-@pytest.mark.slow  # fast: the next one, with fewer messages of the host
-@pytest.mark.parametrize("family", families(synchronous=True), ids=lambda family: family.label)
-def test_the_queues_of_a_device_suffice_for_four_ranks(family: Family) -> None:
-    stages = family.build(4, 8).stages
-    steps = 2 if family in EXPLORABLE else 1
-    check(trained(NET, Point(family, stages, 4, ranks=4, steps=steps, clip=None)), resident=[QUEUES])
-
-
 @pytest.mark.parametrize("family", [*map(each, EXPLORABLE)], ids=lambda family: family.label)
 def test_hosts_that_run_ahead_of_each_other_end(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control words go unsaid, so no message of the host orders what the devices do."""

@@ -12,7 +12,7 @@ from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.partition import find_layers
 from lightning_pipe.planning.division import Division
-from lightning_pipe.planning.make import assembled, plan
+from lightning_pipe.planning.make import assembled
 from lightning_pipe.simulate.style import row_names
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.topology import Topology
@@ -47,8 +47,3 @@ def test_plan_and_timeline_agree(schedule: str, rows: tuple[str, ...]) -> None:
         assert names == rows
         for stage, ranks in planned:
             assert set(ranks) == {int(row[5]) for row in rows if str(stage) in row.split(": ")[1]}
-
-
-def test_the_plan_without_processes_has_the_same_ranks() -> None:
-    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2)))
-    assert [stage.ranks for stage in plan(module, 2, batch=4).stages] == [(1,), (0,)]

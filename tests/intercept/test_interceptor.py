@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.interceptor import Interceptor, outside_modules
-from lightning_pipe.intercept.torch_patches.patch import current_run
 from lightning_pipe.partition import find_layers
 from lightning_pipe.patches import all_replaced
 from tests.intercept.test_tracker import Uses
@@ -45,31 +44,6 @@ class Net(nn.Module):
         return self.head["inner"].out(self.norm(x))
 
 
-class Notes:
-    """A run that notes who is called, and computes nothing itself."""
-
-    def __init__(self) -> None:
-        self.called: list[Any] = []
-        self.complete, self.surroundings = False, SimpleNamespace(inside=False)
-        self.stage_here = None
-        self.tracker = SimpleNamespace(digest=SimpleNamespace(thorough=False), alone=True, function="")
-
-    def run(self, step: Any) -> Any:
-        return step()
-
-    def call_layer(self, number: int, layer: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        self.called.append(number)
-        return forward(*args, **kwargs)
-
-    def call_module(self, name: str, key: int, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        self.called.append((name, key))
-        self.surroundings.inside = True  # what it calls belongs to it
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.surroundings.inside = False
-
-
 def around(module: nn.Module, layers: Any, *, tells: bool = True) -> Interceptor:
     return Interceptor(module, layers, Uses(), torch.device("cpu"), tells=tells)
 
@@ -77,16 +51,6 @@ def around(module: nn.Module, layers: Any, *, tells: bool = True) -> Interceptor
 def test_the_largest_modules_that_hold_something_are_outside() -> None:
     net = Net()
     assert [name for name, _ in outside_modules(net, list(net.layers))] == ["embed", "norm", "head.inner.out"]
-
-
-def test_calls_go_to_the_run_while_the_wrappers_are_on() -> None:
-    net, x = Net(), torch.ones(3, 2)
-    interceptor, notes = around(net, find_layers(net, "layers")), Notes()
-    with interceptor.installed():
-        result = interceptor.follow(notes, lambda: net(x))  # type: ignore[arg-type]
-        assert current_run() is None
-    assert notes.called == [("embed", -2), 0, 1, ("norm", -3), ("head.inner.out", -4)]
-    assert torch.equal(result, net(x))
 
 
 def test_what_is_patched_for_many_batches_is_put_back_behind_the_last_one() -> None:

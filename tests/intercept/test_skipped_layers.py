@@ -56,21 +56,6 @@ class Several(nn.Module):
         return {"out": out, "again": out, "same": x, "count": 3}
 
 
-def test_a_result_is_described_and_answered() -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    _, call, _ = recorded(Several(), x, {}, thorough=True)
-    assert call.leaves[1:4] == (Same(1), Same(0), 3)
-    assert [effect.where for effect in call.effects] == [0, ("", "kept")]
-    other, state = Several(), dict[str, Tensor]()
-    result, skipped = answered(call, other, x, state)
-    assert (type(result["out"]), result["out"].shape, result["count"]) == (Placeholder, (2, 3), 3)
-    assert result["again"] is result["out"] is state["seen"]
-    assert result["same"] is x
-    assert isinstance(other.kept, Placeholder)
-    skipped.restore()
-    assert not hasattr(other, "kept")
-
-
 class Adds(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(1)

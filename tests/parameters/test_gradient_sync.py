@@ -116,23 +116,6 @@ def test_members_may_start_in_different_orders() -> None:
         assert run_threads(thread_world(WORLD), fn) == [[3.0, 6.0, 9.0, 12.0, 15.0]] * 3
 
 
-def test_several_groups_at_once_and_groups_of_one() -> None:
-    def fn(transport: ThreadTransport) -> list[float]:
-        transport.make_groups([(0, 1), (1, 2)])
-        reducer = GradientSync(transport)
-        groups = {0: (0, 1), 1: (1, 2), 2: EVERYONE, 3: (transport.process,)}
-        mine = {key: members for key, members in groups.items() if transport.process in members}
-        parameters = {key: Parameter(torch.zeros(4)) for key in mine}
-        for key, members in mine.items():
-            reducer.add(key, [parameters[key]], members)
-            parameters[key].grad = torch.ones(4)
-            reducer.start(key)
-        reducer.finish()
-        return [float(parameters[key].grad[0]) for key in mine]  # type: ignore[index]
-
-    assert run_threads(thread_world(WORLD), fn) == [[2.0, 3.0, 1.0], [2.0, 2.0, 3.0, 1.0], [2.0, 3.0, 1.0]]
-
-
 def test_the_reduction_runs_while_the_caller_goes_on() -> None:
     def fn(transport: ThreadTransport) -> bool:
         weight = Parameter(torch.zeros(2))

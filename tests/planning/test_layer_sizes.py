@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
-from lightning_pipe import CostProfile, PipeStrategy, plan, profile
+from lightning_pipe import CostProfile, PipeStrategy, plan
 from lightning_pipe.cli import main
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import divide, find_layers
-from lightning_pipe.planning.cost_profile import SHAPES, SizeCosts
+from lightning_pipe.planning.cost_profile import SizeCosts
 from lightning_pipe.planning.layer_sizes import profile_path, stored, without_times
 from lightning_pipe.profiling import processes
 from lightning_pipe.transport.single_process import SingleProcess
@@ -64,14 +64,6 @@ def told(capsys: pytest.CaptureFixture[str], balance: str = "time", precision: A
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LIGHTNING_PIPE_CACHE", str(tmp_path))
     return tmp_path
-
-
-def test_what_a_profile_was_measured_with_is_stored(cache: Path) -> None:
-    found = profile(Net(), torch.ones(4, 5, 8), micro_batch_sizes=[1], rounds=1, layers="layers")
-    assert found.conditions[SHAPES] == "(1, 5, 8) float32"
-    path = profile_path(Net(), find_layers(Net(), "layers"))
-    found.save(path)
-    assert CostProfile.load(path).conditions[SHAPES] == found.conditions[SHAPES]
 
 
 def test_a_run_is_balanced_by_what_the_command_has_measured(

@@ -186,13 +186,6 @@ class TooLate(Net):
         return out
 
 
-class OnNodeTooLate(Net):
-    def body(self, h: Tensor, x: Tensor) -> Tensor:
-        out = super().body(h, x) * h
-        h.grad_fn.register_prehook(halves)
-        return out
-
-
 class OnBothSides(Net):
     def body(self, h: Tensor, x: Tensor) -> Tensor:
         out = super().body(h, x) * h
@@ -222,7 +215,6 @@ _PART = "a backward hook is registered on a tensor that an earlier stage compute
         (FullHooks, "a Block that is no part of a layer has a full backward hook"),
         (PreHooks, "a Linear that is no part of a layer has a full backward hook"),
         (TooLate, _PART),
-        (OnNodeTooLate, _PART),
         (OnBothSides, _PART),
         (OnParameters, "the step calls register_hook of a parameter"),
         (OnParametersLater, "the step calls register_post_accumulate_grad_hook of a parameter"),

@@ -46,12 +46,6 @@ class ByHidden(Net):
         return squares(out, y, *grad(out.sum(), embedded, create_graph=True))
 
 
-class ByTiedWeight(Net):
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        out = self.head(F.linear(self.body(self.embed(x), x), self.embed.weight))
-        return squares(out, y, *grad(out.square().sum(), self.embed.weight, create_graph=True))
-
-
 class ByScale(Net):
     """By a parameter that is used outside modules, before the layers and behind them."""
 
@@ -62,14 +56,6 @@ class ByScale(Net):
     def forward(self, x: Tensor, y: Tensor) -> Any:
         out = self.head(self.body(self.embed(x) * self.scale, x) * self.scale)
         return squares(out, y, *grad(out.square().sum(), self.scale, create_graph=True))
-
-
-class Jacobian(ByInput):
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        def energy(x: Tensor) -> Tensor:
-            return self.head(self.body(self.embed(x), x)).sum()
-
-        return torch.autograd.functional.jacobian(energy, x, create_graph=True).square().mean()
 
 
 class Force(Block):
@@ -120,7 +106,7 @@ class BackwardInLayers(Net):
 @pytest.mark.parametrize(
     ("net", "run"),
     pairs(
-        [ByInput, ByHidden, ByTiedWeight, ByTiedLayers, ByScale, Jacobian, ByPosition, Backward, BackwardInLayers],
+        [ByInput, ByHidden, ByTiedLayers, ByScale, ByPosition, Backward, BackwardInLayers],
         RUNS,
         every_second,
     ),
