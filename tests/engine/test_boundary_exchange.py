@@ -79,14 +79,6 @@ def test_only_tensors_that_are_used_and_single_numbers_travel_from_the_second_ba
     assert [each.used for each in back] == [{0}, {0}]
 
 
-def test_what_takes_another_path_goes_in_full() -> None:
-    h, mask = torch.ones(2, requires_grad=True) * 2, torch.zeros(2)
-    batches = [crossing("a", h, mask), crossing("b", h, mask), crossing("b", h, mask)]
-    _, came = over_a_boundary(batches, frozenset({0}))
-    assert [each.path.calls[0].name for each in came] == ["a", "b", "b"]
-    assert [sorted(each.tensors) for each in came] == [[0, 1], [0, 1], [0]]
-
-
 def test_what_has_set_out_keeps_the_plans_that_it_has() -> None:
     def body(exchange: BoundaryExchange) -> list[int]:
         sent = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -141,17 +139,3 @@ def test_a_difference_names_the_call() -> None:
     assert second.expected == (first.words[0], 0)
     with pytest.raises(CutError, match="'mul', call number 0 outside layers, is given other values"):
         second.check("mul", 0)
-
-
-@pytest.mark.slow  # the processes of tests/faults hash differently, too
-def test_processes_that_hash_text_differently_agree() -> None:
-    code = "from tests.intercept.test_digest import word_after; print(word_after('mul', 'add'))"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        check=True,
-        timeout=100,
-        text=True,
-    )
-    assert int(found.stdout) == word_after("mul", "add")

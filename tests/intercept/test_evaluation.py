@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_pipe.errors import CutError
-from tests.support.engine_runs import assert_same, pipelined
+from tests.support.engine_runs import assert_evaluates, assert_same, pipelined, unchanging
 from tests.support.pairs import every_second, pairs, slow_but
 from tests.support.small_net import (
     WIDTH,
@@ -72,16 +72,7 @@ class Conjugates(Net):
     ),
 )
 def test_evaluation_gives_the_loss_of_one_device(model: type[Net], context: Any, run: dict[str, Any]) -> None:
-    net, data = model(), batch(5)
-    losses: list[float] = []
-
-    def evaluate(pipeline: Any, module: nn.Module) -> None:
-        with context():
-            losses.extend(map(float, pipeline.evaluate(lambda _, part: module(**part), [data]).values()))
-
-    pipelined(net, batches(1), 1, between=evaluate, optimizer=lambda ps, lr: torch.optim.SGD(ps, lr=0.0), **run)
-    with torch.no_grad():
-        assert losses == pytest.approx([float(net(**data))], abs=1e-12)
+    assert_evaluates(model(), batch(5), batch(), context, **run)
 
 
 class LeavesOut(Net):
@@ -115,7 +106,7 @@ def test_an_evaluation_may_leave_layers_out(context: Any, run: dict[str, Any]) -
                 found.extend(pipeline.evaluate(lambda _, part: module(**part), [part]).values())
         module.train()
 
-    assert_same(net, batches(2), optimizer=lambda ps, lr: torch.optim.SGD(ps, lr=0.0), between=evaluate, **run)
+    assert_same(net, batches(2), optimizer=unchanging, between=evaluate, **run)
     net.eval()
     with torch.no_grad():
         expected = 2 * [net(**part) for part in parts]

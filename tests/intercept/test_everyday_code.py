@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_pipe.engine.pipeline import Pipeline
-from tests.support.engine_runs import assert_same, pipelined
+from tests.support.engine_runs import assert_evaluates, assert_same, pipelined, unchanging
 from tests.support.pairs import pairs, slow_but
 from tests.support.small_net import WIDTH, Net, batches
 
@@ -245,6 +245,17 @@ def test_losses_of_routers(kind: str, run: dict[str, Any], recompute: str) -> No
     assert_same(model, tokens(), 2, **{**run, "layers": "model.layers"}, recompute=recompute)
 
 
+@pytest.mark.slow  # fast: ParameterOfAModule
+@pytest.mark.parametrize("kind", ["Deberta", "DebertaV2"])
+def test_relative_positions(kind: str, run: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    options = SIZES | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+    options |= {"norm_rel_ebd": "layer_norm", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model = getattr(transformers, f"{kind}ForMaskedLM")(config)
+    assert_same(model, tokens(), 2, **{**run, "layers": f"{model.base_model_prefix}.encoder.layer"})
+
+
 class Encodes(Net):
     """In evaluation torch's encoder leaves zeros at padded places, if the padding is on the right."""
 
@@ -268,22 +279,8 @@ class Encodes(Net):
 @pytest.mark.parametrize("options", slow_but([{}, {"left": True}, {"norm": True}], {"left": True}), ids=str)
 def test_encoders_treat_padding_as_on_one_device(options: dict[str, bool], run: dict[str, Any]) -> None:
     torch.manual_seed(1)
-    net, data = Encodes(**options), batches(1)
-    losses: list[float] = []
-
-    def evaluate(pipeline: Pipeline, module: nn.Module) -> None:
-        module.eval()
-        with torch.no_grad():
-            losses.extend(map(float, pipeline.evaluate(lambda _, part: module(**part), data).values()))
-        module.train()
-
-    def frozen(parameters: Any, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)
-
-    pipelined(net, data, 1, between=evaluate, optimizer=frozen, **{**run, "layers": "encoder.layers"})
-    net.eval()
-    with torch.no_grad():
-        assert losses == pytest.approx([float(net(**data[0]))], abs=1e-12)
+    (data,) = batches(1)
+    assert_evaluates(Encodes(**options), data, data, training=False, **{**run, "layers": "encoder.layers"})
 
 
 class LeavesOut(Net):
@@ -322,8 +319,7 @@ def test_what_outlives_the_step_is_used(run: dict[str, Any]) -> None:
             means.append(float(module.kept.detach().mean()))
 
     net = KeepsForLater()
-    frozen = {"optimizer": lambda parameters, lr: torch.optim.SGD(parameters, lr=0.0)}
     data = batches(3)
-    pipelined(net, data, 1, between=note, **frozen, **run)
+    pipelined(net, data, 1, between=note, optimizer=unchanging, **run)
     expected = [float(net.layers[0](net.embed(batch["x"])).mean()) for batch in data]
     assert means == pytest.approx(expected, abs=1e-12)

@@ -208,19 +208,6 @@ def test_what_calls_keep_is_absent_where_they_are_answered() -> None:
     assert isinstance(between.a.calls, AbsentValue)
 
 
-def test_what_calls_keep_is_not_put_back_and_is_absent_again() -> None:
-    first, last = Rank(0), Rank(1)
-    with first.run(complete=False):
-        first.a.calls = 5
-        first.state.keep(first.a, "calls")  # the call that follows changes it
-    assert first.a.calls == 5
-    with last.run(complete=True):
-        last.a.calls = 5
-        last.state.answered(last.a, [("", "calls")], ())
-    assert isinstance(last.a.calls, AbsentValue)
-    assert [change.kind for change in last.state.take()] == ["hide"]
-
-
 def test_behind_the_stage_that_keeps_it_a_step_must_not_set_it() -> None:
     rank = Rank(1)
     rank.state.answered(rank.a, [("", "calls")], ())
@@ -253,10 +240,3 @@ def test_a_module_that_is_whole_again_has_it_on_all_ranks() -> None:
     last.state.share(lambda own: [own, *given])
     assert last.a.calls == 3
     assert isinstance(last.a.items, AbsentValue)
-
-
-def test_nothing_stays_in_place_of_what_sets_attributes() -> None:
-    before = nn.Module.__setattr__
-    with Rank(0).run(complete=False):
-        assert nn.Module.__setattr__ is not before
-    assert nn.Module.__setattr__ is before

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_pipe.errors import CutError
 from tests.support.asynchronous_engine import WIDTH, Block
-from tests.support.engine_runs import assert_same, pipelined
+from tests.support.engine_runs import assert_evaluates, assert_same, pipelined
 from tests.support.pairs import every_second, pairs, slow_but
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -81,19 +81,6 @@ def batch(samples: int = 5) -> dict[str, Tensor]:
     return {"x": torch.randn(samples, WIDTH), "y": torch.randn(samples, 1)}
 
 
-def evaluated(model: nn.Module, context: Any, **run: Any) -> None:
-    data, losses = batch(), []
-
-    def evaluate(pipeline: Any, module: nn.Module) -> None:
-        with context():
-            losses.extend(map(float, pipeline.evaluate(lambda _, part: module(**part), [data]).values()))
-
-    optimizer = {"optimizer": lambda parameters, lr: torch.optim.SGD(parameters, lr=0.0)}
-    pipelined(model, [batch()], 1, between=evaluate, layers="layers", **optimizer, **run)
-    with torch.no_grad():
-        assert losses == pytest.approx([float(model(**data))], abs=1e-12)
-
-
 RUNS = [{"ranks": 2}, {"ranks": 1, "stages": 5}]
 
 
@@ -115,8 +102,8 @@ def outcome(first: str, changed: str, before: int, run: dict[str, Any]) -> str:
     found = set()
     for check in (
         lambda model: assert_same(model, [batch(), batch(), batch()], layers="layers", **run),
-        lambda model: evaluated(model, torch.no_grad, **run),
-        lambda model: evaluated(model, torch.inference_mode, **run),
+        lambda model: assert_evaluates(model, batch(), batch(), torch.no_grad, layers="layers", **run),
+        lambda model: assert_evaluates(model, batch(), batch(), torch.inference_mode, layers="layers", **run),
     ):
         try:
             check(Net(FIRST[first](), changed, before))

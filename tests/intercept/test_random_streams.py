@@ -28,7 +28,7 @@ from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
 from tests.support import processes
-from tests.support.engine_runs import pipelined, split
+from tests.support.engine_runs import pipelined, split, unchanging
 from tests.support.pairs import pairs, slow_but
 
 WIDTH = 8
@@ -286,10 +286,7 @@ def test_one_layer_that_first_draws_in_a_later_batch_does_so_alike_on_every_divi
 
 @pytest.mark.parametrize("draw", SOME_LIBRARIES)
 def test_layers_that_begin_in_one_run_draw_alike_from_the_next_batch_on(draw: Callable[[], float]) -> None:
-    def still(weights: Any, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD(weights, lr=0.0)
-
-    found = [curve(stages, 2, draw, 3, one, optimizer=still) for stages in (1, 4)]
+    found = [curve(stages, 2, draw, 3, one, optimizer=unchanging) for stages in (1, 4)]
     assert alike([[*each[:3], *each[4:]] for each in found])
 
 
@@ -302,8 +299,7 @@ def test_a_number_that_is_drawn_in_every_batch_mends_it() -> None:
     assert alike(found)
 
 
-@pytest.mark.parametrize("draw", SOME_LIBRARIES)
-def test_layers_draw_alike_in_evaluations(draw: Callable[[], float]) -> None:
+def test_layers_draw_alike_in_evaluations() -> None:
     Batches.number, found = 0, []
 
     def evaluated(pipeline: Pipeline, module: nn.Module) -> None:
@@ -314,7 +310,13 @@ def test_layers_draw_alike_in_evaluations(draw: Callable[[], float]) -> None:
     for stages in (1, 4):
         found.append(list[float]())
         pipelined(
-            Batches(2, draw, 0, one), [batch()] * 5, 2, ranks=1, stages=stages, layers="layers", between=evaluated
+            Batches(2, noise_of_numpy, 0, one),
+            [batch()] * 5,
+            2,
+            ranks=1,
+            stages=stages,
+            layers="layers",
+            between=evaluated,
         )
     assert alike(found)
 

@@ -82,18 +82,21 @@ def test_sums_are_exact_over_gloo(owned: bool) -> None:
     assert found == expected(MIXED, owned)
 
 
-def test_a_gradient_may_be_missing_on_some_members_or_on_all() -> None:
+@pytest.mark.parametrize("owner", [None, lambda parameter: 0], ids=["everyone", "owners"])
+def test_gradients_may_be_missing_on_some_members_or_on_all_and_parameters_frozen(owner: Any) -> None:
     def fn(transport: ThreadTransport) -> list[Any]:
-        parameters = [Parameter(torch.zeros(2)) for _ in range(3)]
+        parameters = [Parameter(torch.zeros(2)) for _ in range(3)] + [Parameter(torch.zeros(2), requires_grad=False)]
         reducer = GradientSync(transport, bucket_bytes=12)
-        reducer.add("tied", parameters, EVERYONE)
+        reducer.add("tied", parameters, EVERYONE, owner)
         if transport.process == 1:
             parameters[0].grad = torch.ones(2)
         parameters[2].grad = torch.ones(2)
         reducer.finish()  # starts what was not started
         return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
-    assert run_threads(thread_world(WORLD), fn) == [[[1.0, 1.0], None, [3.0, 3.0]]] * 3
+    first, *others = run_threads(thread_world(WORLD), fn)
+    assert first == [[1.0, 1.0], None, [3.0, 3.0], None]
+    assert others == [first if owner is None else [None] * 4] * 2
 
 
 def test_members_may_start_in_different_orders() -> None:
@@ -241,20 +244,6 @@ def test_sums_in_bfloat16_are_rounded_as_said() -> None:
     error = (expected.float() - gradients.sum(0)).abs()
     assert float(error.max()) > 0  # a sum without rounding would not be this one
     assert bool((error <= 3 * 2**-8 * gradients.abs().sum(0)).all())
-
-
-def test_owners_get_what_is_missing_elsewhere_and_keep_frozen_parameters() -> None:
-    def fn(transport: ThreadTransport) -> list[Any]:
-        parameters = [Parameter(torch.zeros(2)) for _ in range(3)] + [Parameter(torch.zeros(2), requires_grad=False)]
-        reducer = GradientSync(transport, bucket_bytes=12)
-        reducer.add("tied", parameters, EVERYONE, lambda parameter: 0)
-        if transport.process == 1:
-            parameters[0].grad = torch.ones(2)
-        parameters[2].grad = torch.ones(2)
-        reducer.finish()
-        return [None if p.grad is None else p.grad.tolist() for p in parameters]
-
-    assert run_threads(thread_world(WORLD), fn) == [[[1.0, 1.0], None, [3.0, 3.0], None], [None] * 4, [None] * 4]
 
 
 def test_a_late_gradient_of_what_others_get_raises() -> None:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipe import Pipeline, PipeStrategy
+from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.torch_patches.patch import running
 from lightning_pipe.plain.step_traces import StepHooks, TracesOfBatch
 from tests.support import oracle
-from tests.support.processes import run_trainers, run_world
+from tests.support.pairs import slow_but
+from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET
 
 
@@ -133,10 +134,10 @@ class Looks(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def fit(process: int, devices: int | None, schedule: str = "1f1b") -> tuple[dict[str, float], dict[str, Any]]:
+def fit(process: int, devices: int | None, **options: Any) -> tuple[dict[str, float], dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(12, 4, generator=generator), torch.randn(12, 1, generator=generator))
-    strategy: Any = PipeStrategy(layers="layers", schedule=schedule, micro_batches=2) if devices else "auto"
+    strategy: Any = PipeStrategy(layers="layers", micro_batches=2, **options) if devices else "auto"
     trainer = L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, max_epochs=2, **QUIET)
     module = Looks()
     trainer.validate(module, DataLoader(data, batch_size=4), verbose=False)
@@ -145,59 +146,19 @@ def fit(process: int, devices: int | None, schedule: str = "1f1b") -> tuple[dict
     return before | {"val after": float(trainer.callback_metrics["val"])}, oracle.state_of(module)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_a_step_with_hooks_learns_what_one_device_does(schedule: str) -> None:
+RUNS = [
+    {"devices": 2},
+    {"devices": 1, "stages": 2},
+    {"devices": 1, "stages": 2, "recompute": "always"},
+    {"devices": 2, "schedule": "interleaved"},
+]
+
+
+@pytest.mark.parametrize("run", slow_but(RUNS, *RUNS[:3]), ids=str)
+def test_a_step_with_hooks_learns_what_one_device_does(run: dict[str, Any]) -> None:
+    """Stages of one process have each other's hooks, until those are removed or runs of the step come again."""
     metrics, weights = fit(0, None)
-    for found in run_trainers(fit, 2, timeout=60, devices=2, schedule=schedule):
+    for found in run_trainers(fit, 2, timeout=60, **run) if run["devices"] > 1 else [fit(0, **run)]:
         assert found[0] == pytest.approx(metrics, rel=1e-5)
         for name, value in weights.items():
             torch.testing.assert_close(found[1][name], value)
-
-
-def in_a_plain_loop(process: int, divided: bool, recompute: Any = "never") -> tuple[list[float], list[float]]:
-    """Losses of training, with hooks that stay, and what evaluations see by hooks that go."""
-    generator = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(4, 4, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(3)]
-    module = Looks()
-    options: dict[str, Any] = {"layers": "layers", "micro_batches": 2, "stages": 2, "recompute": recompute}
-    pipeline = Pipeline(module, **options) if divided else None
-
-    def looked(batch: Any) -> Tensor:
-        handles = module.register()
-        loss = module.loss(batch).detach()
-        for handle in handles:
-            handle.remove()
-        return loss
-
-    module.eval()
-    seen = [looked(batch) for batch in batches] if pipeline is None else pipeline.evaluate(looked, batches)
-    module.train()
-    losses = []
-    for batch in batches:
-        loss = (
-            module.training_step(batch, 0)
-            if pipeline is None
-            else pipeline.train(lambda b: module.training_step(b, 0), batch)
-        )
-        if pipeline is None:
-            loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=0.05)
-                    parameter.grad = None
-    return [float(each) for each in seen], losses
-
-
-@pytest.mark.parametrize(("ranks", "recompute"), [(1, "never"), (1, "always"), (2, "never")])
-def test_hooks_of_steps_in_plain_loops(ranks: int, recompute: str) -> None:
-    """Stages of one process have each other's hooks, until those are removed or runs of the step come again."""
-    expected = in_a_plain_loop(0, False)
-    for found in (
-        run_world(in_a_plain_loop, ranks, timeout=60, divided=True, recompute=recompute)
-        if ranks > 1
-        else [in_a_plain_loop(0, True, recompute)]
-    ):
-        assert found[0] == pytest.approx(expected[0], rel=1e-6)
-        assert found[1] == pytest.approx(expected[1], rel=1e-6)

@@ -109,15 +109,49 @@ def pipelined(
     return outcome
 
 
+def assert_evaluates(
+    model: nn.Module,
+    batch: Batch,
+    trained: Batch,
+    context: Any = torch.no_grad,
+    *,
+    training: bool = True,
+    **options: Any,
+) -> None:
+    """An evaluation of a batch gives the loss of one device, behind a batch of a training that changes nothing."""
+    losses: list[float] = []
+
+    def evaluate(pipeline: Pipeline, module: nn.Module) -> None:
+        module.train(training)
+        with context():
+            losses.extend(map(float, pipeline.evaluate(lambda _, part: module(**part), [batch]).values()))
+
+    pipelined(model, [trained], 1, between=evaluate, optimizer=unchanging, **options)
+    model.train(training)
+    with torch.no_grad():
+        (found,), expected = losses, float(model(**batch))
+    assert abs(found - expected) <= 1e-12, f"{found} instead of {expected}"
+
+
+def unchanging(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """An optimizer whose steps change nothing."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
 def assert_same(model: nn.Module, batches: Sequence[Batch], micro_batches: int = 3, **options: Any) -> Outcome:
     """Losses, parameters and buffers equal those of one device."""
     optimizer = options.get("optimizer", torch.optim.SGD)
     expected = single_device(model, batches, micro_batches, optimizer)
     found = pipelined(model, batches, micro_batches, **options)
+    assert_outcome(found, expected)
+    return found
+
+
+def assert_outcome(found: Outcome, expected: Outcome) -> None:
+    """The same losses, parameters and buffers."""
     for step, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
         assert abs(a - b) <= 1e-9 * (1 + abs(b)), f"loss of step {step}: {a} instead of {b}"
     assert_close(found.values, expected.values, 1e-9)
-    return found
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:

@@ -22,7 +22,6 @@ from lightning_pipe.engine.first_batch.trial_losses import TrialLosses
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import ConfigurationError, CutError, PartitionError
 from tests.support import oracle
-from tests.support.model_zoo import ZOO
 from tests.support.pairs import pairs, slow_but
 from tests.support.processes import run_trainers
 from tests.support.token_losses import (
@@ -442,24 +441,3 @@ def refused_on_one_rank(process: int, places: Sequence[int]) -> list[int]:
 
 def test_a_run_that_fails_on_one_rank_ends_on_all() -> None:
     assert run_trainers(refused_on_one_rank, 2, timeout=60, places=[0, 3]) == [[1, 1], [0, 0]]
-
-
-@pytest.mark.slow  # the fast ones of means over labels: batches/test_token_losses.py
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_padding_in_real_models_is_counted(name: str) -> None:
-    """What Hugging Face models compute by themselves is a mean over tokens."""
-    entry = ZOO[name]
-    traces = []
-    for strategy in (PipeStrategy(stages=2, layers=entry.layers, micro_batches=3), "auto"):
-        module, batches = entry.build(), [dict(each) for each in entry.batches(2)]
-        module.model.loss_function = _mean_of_tokens  # type: ignore[union-attr]
-        for batch in batches:
-            count, length = batch["labels"].shape
-            padding = torch.arange(length) >= torch.arange(count)[:, None] % length + 2
-            batch["labels"] = batch["labels"].masked_fill(padding, -100)
-        traces.append(oracle.fit(module, batches, strategy=strategy))
-    oracle.assert_equal(*traces)
-
-
-def _mean_of_tokens(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())

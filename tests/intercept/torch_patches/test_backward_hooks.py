@@ -12,7 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from lightning_pipe.errors import CutError
-from tests.support.engine_runs import assert_same, pipelined, single_device
+from tests.support.engine_runs import assert_outcome, pipelined, single_device
 from tests.support.pairs import pairs, slow_but
 from tests.support.small_net import Block, Net, batches
 
@@ -145,13 +145,13 @@ EXACT = [ForwardHooks, HooksInLayers, BetweenLayers, OnNodes, OnSeveral, InsideL
 
 def check(net: type[Net], run: dict[str, Any]) -> None:
     model, data = net(), batches(2)
-    single_device(model, data, 3)
-    expected = sorted(SEEN)
-    assert expected
+    expected = single_device(model, data, 3)
+    seen = sorted(SEEN)
+    assert seen
     SEEN.clear()
-    pipelined(model, data, 3, layers="layers", **run)
-    assert sorted(SEEN) == pytest.approx(expected, rel=1e-9)
-    assert_same(model, data, 3, layers="layers", **run)
+    found = pipelined(model, data, 3, layers="layers", **run)
+    assert sorted(SEEN) == pytest.approx(seen, rel=1e-9)
+    assert_outcome(found, expected)
 
 
 @pytest.mark.parametrize(("net", "run"), pairs(EXACT, RUNS, lambda net, run: net % 2 == 0 and net % 4 == run))

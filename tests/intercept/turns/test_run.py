@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_pipe.errors import CutError
 from lightning_pipe.skip import put, take
 from lightning_pipe.transport.nonblocking_broadcast import PURPOSES, NonBlockingBroadcast
-from tests.support.engine_runs import pipelined
+from tests.support.engine_runs import pipelined, unchanging
 from tests.support.pairs import every_second, pairs
 from tests.support.small_net import WIDTH, Block, Net, batch, batches
 
@@ -202,10 +202,6 @@ class Stashes(Twice):
 RUNS = [{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}, {"ranks": 2, "schedule": "interleaved"}, {"ranks": 1}]
 
 
-def frozen(parameters: Any, lr: float) -> Any:
-    return torch.optim.SGD(parameters, lr=0.0)
-
-
 def evaluated(net: Twice, data: Any, context: Any = torch.inference_mode, **run: Any) -> list[Any]:
     """What the steps of several passes return over a pipeline that is trained with one."""
     found: list[Any] = []
@@ -220,7 +216,7 @@ def evaluated(net: Twice, data: Any, context: Any = torch.inference_mode, **run:
             assert first is None or not pipeline.is_loss_rank
             found.extend(pipeline.evaluate(lambda _, part: module.several(**part), [data], turns=True).values())
 
-    pipelined(net, batches(2), 2, between=evaluate, optimizer=frozen, layers="layers", **run)
+    pipelined(net, batches(2), 2, between=evaluate, optimizer=unchanging, layers="layers", **run)
     assert len(found) == 2
     return found
 
@@ -368,5 +364,5 @@ def test_objects_of_broadcasts_that_are_on_their_way_are_not_taken_for_turns(pur
         if transport.process != source:
             assert channel.share(None, source, purpose) == "a batch"
 
-    pipelined(net, batches(1), 2, between=evaluate, layers="layers", ranks=3, optimizer=frozen)
+    pipelined(net, batches(1), 2, between=evaluate, layers="layers", ranks=3, optimizer=unchanging)
     assert_equal(found[0], net.several(**data))
