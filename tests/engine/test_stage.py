@@ -66,21 +66,17 @@ def test_a_loss_is_one_real_number(loss: Tensor) -> None:
 
 
 class Differentiates(nn.Module):
-    """Gives the gradient of what a layer computes."""
+    """Gives the gradient of what a layer computes; by torch.autograd: intercept/test_recompute."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.way, self.weight = way, nn.Parameter(torch.ones(2))
+        self.weight = nn.Parameter(torch.ones(2))
 
     def energy(self, x: Tensor) -> Tensor:
         return torch.tanh(x * self.weight).pow(2).sum()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.way == "torch.func":
-            return torch.func.grad(self.energy)(x)
-        with torch.enable_grad():
-            entry = x.detach().requires_grad_()
-            return torch.autograd.grad(self.energy(entry), entry, create_graph=True)[0]
+        return torch.func.grad(self.energy)(x)
 
 
 class Derivatives(nn.Sequential):
@@ -88,18 +84,10 @@ class Derivatives(nn.Sequential):
         return super().forward(input).pow(2).mean()
 
 
-def derivatives(way: str) -> tuple[nn.Module, list[Any]]:
-    """A module of two such layers, and its batches."""
-    torch.manual_seed(0)
-    return Derivatives(*(Differentiates(way) for _ in range(2))), [{"input": torch.randn(6, 2)} for _ in range(2)]
-
-
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("way", "recompute"), [("torch.func", "never"), ("torch.autograd", "always")])
-def test_layers_may_give_derivatives(way: str, recompute: str) -> None:
-    assert_same(*derivatives(way), recompute=recompute)
-
-
-def test_derivatives_by_torch_func_are_refused_with_recompute() -> None:
+def test_layers_may_give_derivatives_by_torch_func_unless_they_are_computed_again() -> None:
+    torch.manual_seed(0)
+    module, data = Derivatives(Differentiates(), Differentiates()), [{"input": torch.randn(6, 2)} for _ in range(2)]
+    assert_same(module, data)
     with pytest.raises(CutError, match=r"uses torch.func .*\n.*recompute='never', or torch.autograd.grad"):
-        pipelined(*derivatives("torch.func"), 2, recompute="always")
+        pipelined(module, data, 2, recompute="always")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError
 from tests.support.engine_runs import assert_same, pipelined
-from tests.support.pairs import slow_but
 from tests.support.small_net import Net, batches
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -73,50 +71,6 @@ class InsideForwardMode(Net):
 @pytest.mark.parametrize("model", [InsideGrad, InsideVmap, InsideForwardMode])
 def test_transforms_on_one_rank(model: type[Net]) -> None:
     assert_same(model(), batches(), ranks=1, layers="layers")
-
-
-class Tanh(nn.Module):
-    """A layer with a hook of every kind that may change something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
-        self.register_forward_hook(lambda module, args, result: result.tanh())
-        self.linear.register_full_backward_hook(
-            lambda module, inputs, outputs: tuple(g if g is None else 0.9 * g for g in inputs)
-        )
-        self.linear.register_full_backward_pre_hook(lambda module, outputs: (0.8 * outputs[0],))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
-class Hooked(nn.Module):
-    """Hooks on layers and on an outside module; what goes into a layer is used after it as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = Tanh()
-        self.layers = nn.ModuleList(Tanh() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "recompute"),
-    slow_but(
-        product(("1f1b", "interleaved", "zero_bubble", "chimera"), ("never", "always")),
-        *(("interleaved", "always"), ("zero_bubble", "never")),
-    ),
-)
-def test_hooks_of_layers_run_where_the_layers_do(schedule: str, recompute: str) -> None:
-    data = [{"x": torch.randn(size, 8)} for size in (6, 6, 5)]
-    assert_same(Hooked(), data, schedule=schedule, recompute=recompute, layers="layers")
 
 
 @pytest.mark.parametrize(

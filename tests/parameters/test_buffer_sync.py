@@ -119,6 +119,12 @@ def test_buffers_of_the_step_are_named(micro_batches: int) -> None:
     assert [text.startswith("'center' (1 such buffers) is changed") for text in found] == [True] * (micro_batches - 1)
 
 
+def test_buffers_that_change_in_copies_of_several_pipes_are_an_error() -> None:
+    """Each of several pipes would go on from the value that its own micro-batches have made."""
+    with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.mean`, and this schedule has several pipes"):
+        train("chimera", replicas=1)
+
+
 def test_changes_of_data_are_seen() -> None:
     with pytest.warns(UserWarning, match=r"'layers\.0\.rows' \(4 such buffers\) is changed"):
         assert_equal_copies(train("1f1b", replicas=2, layer=Unseen), copies=2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe import plan
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.partition import divide, find_layers, layer_flops
 
@@ -107,3 +108,13 @@ def test_what_cannot_be_counted_is_told() -> None:
     with pytest.raises(ConfigurationError, match="cannot be counted on its example: "):
         divide(module, layers, 2, "flops")
     assert module.training
+
+
+def test_a_plan_is_balanced_by_operations() -> None:
+    with torch.device("meta"):
+        module = Narrowing()
+    layers = ["net.0.0", "net.1.0", "net.2.0", "net.3.0"]
+    by = {balance: plan(module, 2, batch=8, layers=layers, balance=balance) for balance in ("parameters", "flops")}
+    counts = {balance: [len(stage.layers) for stage in made.stages] for balance, made in by.items()}
+    assert counts == {"parameters": [3, 1], "flops": [1, 3]}
+    assert "balanced by flops" in str(by["flops"])

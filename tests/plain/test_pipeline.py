@@ -203,6 +203,24 @@ def test_replicas_weigh_batches_by_samples() -> None:
         assert_same((losses, norms, state), expected)
 
 
+def uneven(process: int) -> Any:
+    model = net()
+    pipeline = Pipeline(
+        model, layers="blocks", stages=2, pipeline_parallel_size=1, data_parallel_size=2, micro_batches=2
+    )
+    (x, y), start, end = batches(1)[0], *((0, 5) if pipeline.data_parallel_rank == 0 else (5, 7))
+    return trained(model, pipeline, [(x[start:end], y[start:end])])[1:]
+
+
+CALLS["uneven"] = uneven
+
+
+def test_replicas_of_one_rank_with_batches_of_other_sizes(found: Found) -> None:
+    _, norms, state = one_device(net(), batches(1))
+    for ours in found["uneven"]:
+        assert_same(([], *ours), ([], norms, state))
+
+
 def loaded_on_one(process: int) -> Any:
     model = net()
     pipeline = Pipeline(model, layers="blocks", micro_batches=3)
@@ -451,3 +469,17 @@ def test_autocast_in_the_step_is_no_reason_to_doubt_the_loss(recwarn: pytest.War
 
     pipeline.train(step, batches(1)[0])
     assert [str(each.message) for each in recwarn if "mean over" in str(each.message)] == []
+
+
+def with_dropout(process: int) -> list[float]:
+    torch.manual_seed(5)
+    model = Net(dropout=0.5)
+    pipeline = Pipeline(model.double(), **UNCOMPARED, stages=2, micro_batches=2)
+    return [pipeline.train(model.loss, batch).item() for batch in batches(2)]
+
+
+CALLS["with dropout"] = with_dropout
+
+
+def test_dropout_draws_alike_with_any_number_of_ranks(found: Found) -> None:
+    assert found["with dropout"] == [with_dropout(0)] * 2

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from lightning_pipe import plan, search
+from lightning_pipe import CostProfile, plan, search
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.partition import find_layers
+from lightning_pipe.planning.cost_profile import SizeCosts
+from lightning_pipe.planning.layer_sizes import without_times
 from lightning_pipe.planning.options import PlanOptions, SearchOptions
 
 
@@ -28,6 +32,15 @@ def test_a_limit_may_have_a_unit() -> None:
     assert SearchOptions(4, 8, memory=1e9).limit == SearchOptions(4, 8, memory="1GB").limit == 1e9
     with pytest.raises(ConfigurationError, match="'plenty' is not a size such as 16GiB"):
         search(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, 8, memory="plenty")
+
+
+def test_a_profile_may_be_named_by_its_file(tmp_path: Path) -> None:
+    costs = SizeCosts((1.0,) * 4, (2.0,) * 4, (1.0,) * 4, (0.0,) * 4, (0.0,) * 4)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    profile = CostProfile("Sequential", without_times(net, find_layers(net)).layers, {1: costs})
+    profile.save(tmp_path / "net.json")
+    by_file = plan(net, ranks=2, batch=16, profile=tmp_path / "net.json")
+    assert str(by_file) == str(plan(net, ranks=2, batch=16, profile=profile))
 
 
 @pytest.mark.parametrize("none", [{"ranks": 0}, {"batch": 0}, {"accumulation": 0}, {"replicas": -1}, {"nodes": 0}])
