@@ -1,15 +1,16 @@
-"""Buffers that forward passes change: kept equal on all processes that hold them."""
+"""Tensors that forward passes change: buffers are kept equal on all processes that hold them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.intercept.kept_state import in_several_pipes
-from lightning_pipe.intercept.tensor_state import same_values
+from lightning_pipe.intercept.tensor_state import same_values, version_of
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
 
@@ -21,9 +22,9 @@ class BufferSync:
     ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batch shows which buffers change. Batch
     norm is left out: it has an option of its own.
 
-    A buffer, also one that the step changes outside the layers, changes once for every micro-batch, and on one device
-    once for the batch: a warning says so. Several ranks of a pipeline do not have one of a layer in common: each would
-    see a part of the micro-batches.
+    A tensor, also one that the step changes outside the layers, changes once for every micro-batch, and on one device
+    once for the batch: a warning says so. Parameters that change (averages of codes, rows of tables with ``max_norm``)
+    belong to one process, and buffers of layers to one rank of a pipeline: others would see other samples.
 
     Args:
         module: the user's module.
@@ -37,50 +38,51 @@ class BufferSync:
     ) -> None:
         self._module, self._transport, self._owners = module, transport, owners
         self._layers = tuple(f"{name}." for name in layers)
-        self._changing: list[str] = []
+        self._changing: dict[str, tuple[int, ...]] = {}
 
     def agree(self, before: Mapping[str, Tensor], micro_batches: int) -> None:
         """After the first batch. Collective.
 
         Args:
-            before: the `buffer_values` before it.
+            before: the `marks` before it.
             micro_batches: of the batch.
 
         Raises:
-            CutError: several ranks of a pipeline hold one that changes. Mostly the layer has raised that already.
+            CutError: one that changes has several holders. Of buffers that several pipes hold layers mostly tell.
         """
-        changed = list(_changed(self._module, before))
+        changed = _differing(marks(self._module), before)
         # A rank sees the changes of its own layers alone.
-        everyone = self._transport.topology.same_tensor_rank
-        gathered = self._transport.all_gather_object(changed, everyone)
+        gathered = self._transport.all_gather_object(changed, self._transport.topology.same_tensor_rank)
         found = sorted({name for theirs in gathered for name in theirs})
-        self._changing = [name for name in found if name.startswith(self._layers) and len(self._members(name)) > 1]
-        if (copied := next((name for name in self._changing if len(self._owners(name)) > 1), None)) is not None:
-            raise in_several_pipes(f"self.{copied}", "a forward pass")
+        members = {name: self._transport.topology.holders(self._owners(name)) for name in found}
+        shared = [name for name in found if len(members[name]) > 1]
+        self._changing = {name: members[name] for name in shared if name.startswith(self._layers)}
+        apart = {name for name, _ in self._module.named_parameters()}
+        apart |= {name for name in self._changing if len(self._owners(name)) > 1}
+        if held := next(filter(apart.__contains__, shared), None):
+            raise CutError(
+                f"a forward pass changes `self.{held}`, which several processes hold, and each by samples of its own.",
+                hint="Change it in a hook, such as on_train_batch_end (weight.data.renorm_(2, 0, limit) for max_norm), "
+                "or use one pipeline with a schedule of one pipe, such as '1f1b'.",
+            )
         if found and micro_batches > 1 and self._transport.process == 0:
             warnings.warn(
-                f"'{found[0]}' ({len(found)} such buffers) is changed by forward passes: {micro_batches} times in a "
-                "batch, with a micro-batch each, where one device changes it once, with the whole batch. Sums and "
-                "counts are the same, averages and power iterations (spectral norm) are not, nor is what is computed "
-                "from them; with micro_batches=1 all is.",
+                f"'{found[0]}' ({len(found)} such tensors) is changed by forward passes: {micro_batches} times in a "
+                "batch, with a micro-batch each, where one device changes it once, with the whole batch. Sums, counts "
+                "and limits (max_norm) are the same, averages and power iterations (spectral norm) are not, nor is "
+                "what is computed from them; with micro_batches=1 all is.",
                 stacklevel=2,
             )
 
     def equalise(self) -> None:
         """After every batch. Collective over the holders of each buffer."""
-        if not self._changing:
-            return
-        buffers = dict(self._module.named_buffers())
-        for name in self._changing:
-            members = self._members(name)
-            if self._transport.process in members and len(members) > 1:
+        buffers = dict(self._module.named_buffers()) if self._changing else {}
+        for name, members in self._changing.items():
+            if self._transport.process in members:
                 data = buffers[name].detach().contiguous()
                 self._transport.broadcast(data, members[0], members).wait()
                 # By .data: a change that counts would make autograd refuse graphs that have saved the buffer.
                 buffers[name].data.copy_(data)
-
-    def _members(self, name: str) -> tuple[int, ...]:
-        return self._transport.topology.holders(self._owners(name))
 
 
 class EvaluatedCopies:
@@ -107,19 +109,16 @@ class EvaluatedCopies:
 
     def begin(self) -> None:
         """Before the first batch."""
-        values = buffer_values(self._module)
         # what the step has made of the outermost module's own comes with its report
-        self._before = {name: value for name, value in values.items() if "." in name}
+        self._before = {name: each for name, each in marks(self._module, parameters=False).items() if "." in name}
 
     def end(self) -> None:
         """Behind the last one. Collective over the pipeline."""
-        found = _changed(self._module, self._before)
-        changed = {name: value for name, value in found.items() if not name.startswith(self._not_told)}
-        self._before = {}
-        gathered = self._transport.all_gather_object(changed, self._members)
-        buffers = dict(_buffers(self._module))
+        buffers, before, self._before = dict(_buffers(self._module)), self._before, {}
+        told = [name for name in _differing(buffers, before) if not name.startswith(self._not_told)]
+        gathered = self._transport.all_gather_object({name: buffers[name] for name in told}, self._members)
         for theirs in gathered:
-            for name in (theirs.keys() & buffers.keys()) - changed.keys():
+            for name in (theirs.keys() & buffers.keys()).difference(told):
                 owner, _, own_name = name.rpartition(".")
                 self._module.get_submodule(owner)._buffers[own_name] = theirs[name].to(buffers[name].device)
 
@@ -132,12 +131,13 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def buffer_values(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers: nobody counts changes of their ``.data``."""
-    return {name: buffer.detach().clone() for name, buffer in _buffers(module)}
+def marks(module: nn.Module, *, parameters: bool = True) -> dict[str, Tensor]:
+    """What tells of changes: copies of buffers, whose ``.data`` nobody counts, and how often parameters changed."""
+    here = [each for each in module.named_parameters() if parameters and not isinstance(each[1], AbsentTensor)]
+    versions = {name: torch.tensor((id(each), version_of(each) or 0)) for name, each in here}
+    return {name: buffer.detach().clone() for name, buffer in _buffers(module)} | versions
 
 
-def _changed(module: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers that have other values than before."""
-    now = dict(_buffers(module))
-    return {name: now[name] for name, value in before.items() if name in now and not same_values(now[name], value)}
+def _differing(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[str]:
+    """The names of what has other values than before."""
+    return [name for name, value in before.items() if name in now and not same_values(now[name], value)]

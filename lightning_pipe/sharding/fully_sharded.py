@@ -70,7 +70,7 @@ class FullySharded:
         self._held = False
         for parameter in filter(is_divided, module.parameters()):
             names.also(parameter, parameter)
-        self._versions: list[tuple[nn.Parameter, int]] = []
+        self._versions: dict[nn.Parameter, int] = {}  # of whole parameters, when they were put together
 
     # ------------------------------------------------------------------ values
 
@@ -123,17 +123,21 @@ class FullySharded:
         self._held = held
         if held:
             self._unshard(self._order)
-            self._versions = [(parameter, parameter._version) for parameter in self._whole()]
             return
-        changed = [parameter for parameter, version in self._versions if parameter._version != version]
-        self._versions = []
-        self.release()
-        if changed:
-            raise ConfigurationError(
-                f"A hook of an evaluation has changed a parameter of shape {tuple(changed[0].shape)}; while an "
-                'evaluation runs with shard_optimizer="parameters", parameters are copies that are put together.',
-                hint="Change parameters in on_train_batch_end or on_train_epoch_start.",
-            )
+        try:
+            self._check_unchanged()
+        finally:
+            self.release()
+
+    def _check_unchanged(self, *keys: int) -> None:
+        """Refuse a change of whole parameters, by a forward pass or a hook: it would be lost."""
+        for whole in self._whole(*keys):
+            if whole._version != self._versions.get(whole, whole._version):
+                raise ConfigurationError(
+                    f"A parameter of shape {tuple(whole.shape)} has changed while a forward pass or an evaluation ran; "
+                    'with shard_optimizer="parameters" they compute with copies that are put together from parts.',
+                    hint="Change parameters in on_train_batch_end or on_train_epoch_start.",
+                )
 
     def release(self, *stages: int) -> None:
         """Free all but this process's parts: of some stages, or of everything."""
@@ -149,6 +153,7 @@ class FullySharded:
                     handle.wait()
         for part, whole in self._parameters(*keys):
             self._names.also(whole, part)
+            self._versions[whole] = whole._version
 
     @contextmanager
     def in_parts(self) -> Iterator[None]:
@@ -174,6 +179,7 @@ class FullySharded:
 
     @torch.no_grad()
     def _reduce(self, key: int) -> None:
+        self._check_unchanged(key)
         found = [whole for part, whole in self._parameters(key) if part.requires_grad]
         present = torch.tensor([whole.grad is not None for whole in found], dtype=torch.int32)
         self._transport.all_reduce(present, self._members).wait()
@@ -213,8 +219,8 @@ class FullySharded:
     def _names_in(self, state: Any) -> set[str]:
         return {name for own in _of_state(state) if (name := self._names.known_name(own.sharded_param)) is not None}
 
-    def _whole(self) -> Iterator[nn.Parameter]:
-        return (whole for _, whole in self._parameters(*self._order) if whole is not None)
+    def _whole(self, *keys: int) -> Iterator[nn.Parameter]:
+        return (whole for _, whole in self._parameters(*(keys or self._order)) if whole is not None)
 
     def _modules(self, keys: Iterable[int]) -> list[FSDPModule]:
         return [state._modules[0] for key in keys for state in self._states.get(key, ())]

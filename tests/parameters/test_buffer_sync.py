@@ -81,7 +81,7 @@ def assert_equal_copies(results: list[dict[str, Tensor]], copies: int) -> None:
 
 
 def test_replicas_have_the_values_of_the_first_one() -> None:
-    with pytest.warns(UserWarning, match=r"'layers\.0\.mean' \(8 such buffers\) is changed .* 2 times in a batch"):
+    with pytest.warns(UserWarning, match=r"'layers\.0\.mean' \(8 such tensors\) is changed .* 2 times in a batch"):
         results = train("1f1b", replicas=2)
     assert_equal_copies(results, copies=2)
     assert float(results[0]["layers.2.rows"]) == 3 * 4
@@ -115,21 +115,63 @@ def test_buffers_of_the_step_are_named(micro_batches: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_threads(thread_world(Topology(2, 1, 1)), body, timeout=30)
-    found = [str(each.message) for each in caught if "such buffers" in str(each.message)]
-    assert [text.startswith("'center' (1 such buffers) is changed") for text in found] == [True] * (micro_batches - 1)
+    found = [str(each.message) for each in caught if "such tensors" in str(each.message)]
+    assert [text.startswith("'center' (1 such tensors) is changed") for text in found] == [True] * (micro_batches - 1)
 
 
 def test_buffers_that_change_in_copies_of_several_pipes_are_an_error() -> None:
     """Each of several pipes would go on from the value that its own micro-batches have made."""
-    with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.mean`, and this schedule has several pipes"):
+    with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.mean`, which several processes hold"):
         train("chimera", replicas=1)
 
 
 def test_changes_of_data_are_seen() -> None:
-    with pytest.warns(UserWarning, match=r"'layers\.0\.rows' \(4 such buffers\) is changed"):
+    with pytest.warns(UserWarning, match=r"'layers\.0\.rows' \(4 such tensors\) is changed"):
         assert_equal_copies(train("1f1b", replicas=2, layer=Unseen), copies=2)
-    with pytest.raises(CutError, match=r"changes `self\.layers\.0\.rows`, and this schedule has several pipes"):
+    with pytest.raises(CutError, match=r"changes `self\.layers\.0\.rows`, which several processes hold"):
         train("chimera", replicas=1, layer=Unseen)
+
+
+class Codes(Layer):
+    """Follows its input by a parameter, in one of three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow(x.detach().mean(0))
+        return torch.tanh(self.linear(x - self.mean))
+
+    def follow(self, mean: Tensor) -> None:
+        self.mean.lerp_(mean, 0.5)
+
+
+class SetCodes(Codes):
+    def follow(self, mean: Tensor) -> None:
+        self.mean = nn.Parameter(0.5 * self.mean + 0.5 * mean, requires_grad=False)  # type: ignore[assignment]
+
+
+class Limited(Layer):
+    """A table whose rows are scaled where they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x + self.table((x.sum(1) > 0).long())))
+
+
+@pytest.mark.parametrize(("layer", "name"), [(Codes, "mean"), (SetCodes, "mean"), (Limited, "table.weight")])
+def test_parameters_that_change_in_forward_passes_have_one_holder(layer: type[Layer], name: str) -> None:
+    """Copies would have other values, and nobody would see it."""
+    with pytest.warns(UserWarning, match=rf"'layers\.0\.{name}' \(4 such tensors\) is changed .* 2 times in a batch"):
+        train("1f1b", replicas=1, layer=layer)
+    for schedule, replicas in ("1f1b", 2), ("chimera", 1):
+        with pytest.raises(CutError, match=rf"changes `self\.layers\.\d\.{name}`, which several") as error:
+            train(schedule, replicas, layer)
+        assert "on_train_batch_end" in str(error.value)
 
 
 class Kept(nn.Module):
@@ -164,7 +206,7 @@ def test_the_user_is_told_of_what_sees_micro_batches() -> None:
     assert not told(normalise=False, micro_batches=2)
     assert not told(normalise=True, micro_batches=1)
     (message,) = told(normalise=True, micro_batches=2)
-    assert "'0.linear.parametrizations.weight.0._u' (4 such buffers) is changed by forward passes: 2 times" in message
+    assert "'0.linear.parametrizations.weight.0._u' (4 such tensors) is changed by forward passes: 2 times" in message
 
 
 def test_copies_that_an_evaluation_has_not_run_take_over_what_it_has_changed() -> None:

@@ -333,3 +333,30 @@ def failing(process: int) -> tuple[str, bool]:
 
 def test_an_error_is_the_last_one_and_leaves_the_module_as_it_was() -> None:
     assert processes.run_trainers(failing, 2, timeout=60) == [("the user's own", False)] * 2
+
+
+class Limited(Fails):
+    """A forward pass changes a parameter: the norms of the rows that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = nn.Embedding(4, 8, max_norm=0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).pow(2).mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+def limiting(process: int) -> None:
+    quiet()
+    options: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2, **COMMON}
+    strategy = PipeStrategy(layers="layers", shard_optimizer="parameters", **options)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
+    with pytest.raises(ConfigurationError, match=r"(?s)shape \(4, 8\) has changed while .* on_train_batch_end"):
+        trainer.fit(Limited(), DataLoader(TensorDataset(torch.arange(16) % 4), 4))
+
+
+def test_parameters_that_change_in_forward_passes() -> None:
+    processes.run_trainers(limiting, 2, timeout=60)
