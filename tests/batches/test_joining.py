@@ -147,14 +147,14 @@ def test_logs_and_returns_what_one_device_does(options: dict[str, Any], summed: 
 class Windowed(Talkative):
     """Averages the last losses, in the step or in a hook."""
 
-    def __init__(self, in_hook: bool = False) -> None:
+    def __init__(self, in_hook: bool = False, called: bool = False) -> None:
         super().__init__()
-        self.in_hook, self.window = in_hook, torchmetrics.aggregation.RunningMean(window=3)
+        self.called, self.in_hook, self.window = called, in_hook, torchmetrics.aggregation.RunningMean(window=3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = super().training_step(batch, batch_idx)
         if not self.in_hook:
-            self.window.update(found["loss"].detach())
+            (self.window if self.called else self.window.update)(found["loss"].detach())
         return found
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -163,9 +163,13 @@ class Windowed(Talkative):
         self.log("window", self.window)
 
 
+@pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize(("micro_batches", "in_hook"), [(4, False), (4, True), (1, False)])
-def test_a_metric_over_the_last_updates_gets_one_for_each_batch(micro_batches: int, in_hook: bool) -> None:
-    strategy, found, plain = PipeStrategy(stages=2, micro_batches=micro_batches), Windowed(in_hook), Windowed(in_hook)
+def test_a_metric_over_the_last_updates_gets_one_for_each_batch(
+    micro_batches: int, in_hook: bool, called: bool
+) -> None:
+    strategy = PipeStrategy(stages=2, micro_batches=micro_batches)
+    found, plain = (Windowed(in_hook, called) for _ in range(2))
     if micro_batches > 1 and not in_hook:
         with pytest.raises(ConfigurationError, match=r"(?s)`self\.window` keeps the last values.*on_train_batch_end"):
             fit(found, strategy)
