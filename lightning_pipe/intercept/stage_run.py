@@ -21,8 +21,8 @@ stages behind layer 1::
 3. torch functions of derived tensors are followed in the same way (`Tracker`).
 4. Stage 1 reaches its first layer: its record must be complete, and the placeholders get the values that stage 0 sent
    (`Incoming`). They are the same objects as before, so whoever holds one sees the value.
-5. Stage 0 reaches the first layer of stage 1: the numbered tensors that are still alive leave (`outgoing`), with the
-   record, and the step ends by an exception that the user's code does not catch.
+5. Stage 0 reaches the first layer of stage 1: the numbered tensors that are still alive leave (`crossings_of`), with
+   the record, and the step ends by an exception that the user's code does not catch.
 6. On the last stage alone the step returns. An evaluation may leave layers out: it is cut where it returns.
 
 A layer may be called several times in a row: it belongs to one stage. A step that comes back to an earlier stage has

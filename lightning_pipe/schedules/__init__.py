@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: build them by name or class, check, fold, lower, read and write them."""
+"""Pipeline schedules as data: build them by name or class, check, lower, read and write them."""
 
 from lightning_pipe.schedules.action import Action, Kind, Placement
 from lightning_pipe.schedules.asynchronous.pipedream import PipeDream, PipeDream2BW

@@ -72,7 +72,7 @@ class PipeStrategy(ParallelStrategy):
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all processes that there are.
         data_parallel_size: pipelines side by side, each with batches of its own; ``"auto"``: 1.
         rank_order: whose ranks have neighbouring numbers, and so share a node: ``"pipeline"``, those of a pipeline, or
-            ``"replicas"``, those that hold the same stages. The plan says what each sends between nodes.
+            ``"replicas"``, those that hold the same stages. The plan says which ranks are on which node.
         stages: number of stages; ``"auto"``: ranks x the schedule's stages per rank.
         layers: where the layers are: a dotted path or several in order, with wildcards; ``None`` finds them, if need be
             by what the first batch calls.
