@@ -331,9 +331,9 @@ class Transport(ABC):
         assert group is not None
         return group
 
-    def barrier(self, members: tuple[int, ...] | None = None) -> None:
-        """Return when every member (``None``: every process) has called this."""
-        self.all_reduce(torch.zeros(1), self.topology.everyone if members is None else members).wait()
+    def barrier(self) -> None:
+        """Return when every process has called this."""
+        self.all_reduce(torch.zeros(1), self.topology.everyone).wait()
 
     def abort(self) -> None:
         """Give up: pending operations fail here and, as soon as possible, at the peers."""

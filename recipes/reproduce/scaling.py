@@ -144,11 +144,11 @@ def cut(times: Sequence[float], balance: Sequence[int]) -> list[float]:
 
 
 @cache
-def operations(layers: int, filters: int, image: int = 224) -> tuple[float, ...]:
+def operations(layers: int, filters: int) -> tuple[float, ...]:
     """Of each layer of AmoebaNet-D, see `operations_of`."""
     with torch.device("meta"):
         model = AmoebaNet("d", layers, filters)
-    return operations_of(model, list(model.layers), image)
+    return operations_of(model, list(model.layers), image=224)
 
 
 def operations_of(net: nn.Module, layers: Sequence[nn.Module], image: int) -> tuple[float, ...]:

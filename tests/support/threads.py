@@ -101,10 +101,9 @@ class ThreadTransport(Transport):
         return DONE if len(members) == 1 else self._join("broadcast", tensor, members, combine, source)
 
     @override
-    def barrier(self, members: tuple[int, ...] | None = None) -> None:
-        members = tuple(range(self.topology.world_size)) if members is None else members
-        if len(members) > 1:
-            self._join("barrier", None, members, lambda contributions: None).wait()
+    def barrier(self) -> None:
+        if self.topology.world_size > 1:
+            self._join("barrier", None, self.topology.everyone, lambda contributions: None).wait()
 
     @override
     def abort(self) -> None:

@@ -37,7 +37,6 @@ def collectives(transport: Transport) -> dict[str, Any]:
     results["alone"] = transport.broadcast_object("me", transport.process, (transport.process,))
     results["gather"] = transport.all_gather_object("x" * transport.process * 1000, world)
     results["gather pair"] = transport.all_gather_object(transport.process, mine)
-    transport.barrier(mine)
     transport.barrier()
     return results
 

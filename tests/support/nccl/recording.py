@@ -71,9 +71,9 @@ class RecordingTransport(NcclTransport):
             return super().all_reduce(tensor, members, op)
 
     @override
-    def barrier(self, members: tuple[int, ...] | None = None) -> None:
+    def barrier(self) -> None:
         with self._place(on_host=True):
-            super().barrier(members)
+            super().barrier()
 
     @override
     def send_object_to(self, processes: Sequence[int], obj: object, tag: int, *, kept: bool = False) -> Work:
