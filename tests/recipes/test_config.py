@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
-from itertools import cycle, product, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -28,27 +28,12 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-TRAINERS = sorted({*names("trainer")} - {"default"})  # which the others build on
-
-
 @cache
 def of_the_paper(experiment: str) -> DictConfig:
     """The configuration with the paper's size."""
     settings = config.composed(["paths.output=out", f"experiment={experiment}", "size=paper"])
     config.check(settings)
     return settings
-
-
-@pytest.mark.slow  # every file is composed once further below
-@pytest.mark.parametrize("experiment", names("experiment"))
-def test_every_experiment_composes_with_every_schedule_and_trainer(composed: Compose, experiment: str) -> None:
-    for pipe, trainer in zip(names("pipe"), cycle(TRAINERS), strict=False):
-        settings = composed(f"experiment={experiment}", f"pipe={pipe}", f"trainer={trainer}")
-        plain = OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
-        assert isinstance(plain, dict)
-        assert plain["recipe"] == experiment
-        assert (plain["pipe"] is None) == (pipe == "none")
-        assert plain["trainer"]["accelerator"] == ("cpu" if trainer == "cpu" else "gpu")
 
 
 @pytest.mark.parametrize("experiment", slow_but(names("experiment"), "resnet101_imagenet"))
@@ -101,29 +86,6 @@ OPTIMIZERS = {
 def test_the_papers_optimizers_are_in_the_configuration(experiment: str) -> None:
     optim = of_the_paper(experiment).optim
     assert (optim.betas, optim.eps, optim.weight_decay) == OPTIMIZERS[experiment]
-
-
-@pytest.mark.slow  # the plans of test_plan are made from all of them
-@pytest.mark.parametrize(("experiment", "size"), list(product(names("experiment"), names("size"))))
-def test_every_experiment_has_every_size(composed: Compose, experiment: str, size: str) -> None:
-    assert (CONF / "size" / experiment / f"{size}.yaml").exists()
-    settings = composed(f"experiment={experiment}", f"size={size}")
-    assert settings.size == size
-    assert not OmegaConf.missing_keys(settings)
-
-
-SIZES = {
-    "amoebanet_imagenet": {"network": "b", "layers": 18, "filters": 512},
-    "bert48_wikipedia": {"layers": 48, "width": 1024},
-    "gpt2_wikitext103": {"layers": 64, "positions": 1024},
-    "nmt_multilingual": {"layers": 64, "inner": 16384, "heads": 32},
-}
-
-
-@pytest.mark.parametrize("experiment", slow_but(SIZES, "bert48_wikipedia"))
-def test_the_papers_sizes_are_in_the_configuration(experiment: str) -> None:
-    model = of_the_paper(experiment).model
-    assert {name: model[name] for name in SIZES[experiment]} == SIZES[experiment]
 
 
 # Experiments and schedules are composed above; what is reproduced is not trained.
