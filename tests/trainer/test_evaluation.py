@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit
-from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -85,13 +84,6 @@ def assert_same(found: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any
 @pytest.mark.feature("Hooks", "validate, test and predict before and after fit", "works")
 def test_leaving_layers_out() -> None:
     assert_same(evaluated_all(0, 1, stages=2), evaluated_all(0, None))
-
-
-@pytest.mark.slow
-def test_leaving_layers_out_on_two_ranks() -> None:
-    plain = evaluated_all(0, None)
-    for found in run_trainers(evaluated_all, 2, timeout=60, devices=2):
-        assert_same(found, plain)
 
 
 class Inferring(Lit):

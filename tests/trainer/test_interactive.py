@@ -1,18 +1,16 @@
-"""A pipeline from a session that has no script: ``python -i`` stands for notebooks and IPython."""
+"""A pipeline from a session that has no script: Python's own console stands for notebooks and IPython."""
 
 from __future__ import annotations
 
 import code
 import os
-import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from tests.support.pairs import slow_but
 from tests.support.processes import outcomes
-from tests.trainer.test_launcher import VARIABLES, clean_environment
+from tests.trainer.test_launcher import VARIABLES
 
 SESSION = """
 import lightning_pipe, sys, torch
@@ -68,32 +66,18 @@ def type_into(process: int, session: str) -> None:
         console.push(line)
 
 
-def in_a_copy(session: str) -> str:
-    """What a console in a copy of this process prints."""
-    (ended,) = outcomes(type_into, 1, group_timeout=None, session=session)
-    assert ended.error is None, ended.trace
-    return ended.output
-
-
-def in_python(session: str) -> str:
-    """What ``python -i`` prints."""
-    command = [sys.executable, "-i", "-c", "pass"]
-    options = {"env": clean_environment(), "text": True, "timeout": 100, "check": False}
-    return subprocess.run(command, input=session, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options).stdout
-
-
-CASES = [(package, run) for run in (in_a_copy, in_python) for package in PACKAGES]
-
-
-@pytest.mark.parametrize(("package", "run"), slow_but(CASES, ("pytorch_lightning", in_a_copy)))
-def test_an_interactive_session_may_use_one_process_alone(package: str, run: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("package", slow_but(PACKAGES, "pytorch_lightning"))
+def test_an_interactive_session_may_use_one_process_alone(package: str) -> None:
     """The first Trainer is refused by Lightning; the remedy for one process works.
 
     The session imports this package before Lightning, trains without it, and finds "pipe" all the same. It has one of
     the two packages: neither imports the other.
     """
     pytest.importorskip(package, reason="`make` sets up an environment with it")
-    printed = run(SESSION.format(package=package, **PACKAGES[package]))
+    session = SESSION.format(package=package, **PACKAGES[package])
+    (ended,) = outcomes(type_into, 1, group_timeout=None, session=session)
+    assert ended.error is None, ended.trace
+    printed = ended.output
     assert "AssertionError" not in printed, printed
     assert "trained without Lightning" in printed, printed
     assert "is not compatible with an interactive environment. Run your code as a script" in printed, printed

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import os
 import signal
 import sys
 import types
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.trainer.connectors import signal_connector
 from torch import Tensor
 
 from lightning_pipe import PipeStrategy
@@ -117,43 +113,6 @@ def runs(process: int, fails: bool, **options: Any) -> list[str]:
     return wrong
 
 
-class AskedToRequeue(L.Callback):
-    """Process 0 gets SLURM's signal in a batch, as Lightning has registered its handler."""
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.batches = 0
-        signal.signal(signal.SIGUSR1, trainer._signal_connector._slurm_sigusr_handler_fn)  # type: ignore[arg-type]
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.batches += 1
-        if self.batches == 2 and trainer.is_global_zero:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def requeued_in_each_fit(process: int, folder: Path) -> list[bool]:
-    commands: list[Any] = []
-    quiet()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipeStrategy(micro_batches=2, layers="model", compare_losses=False),
-        max_epochs=1,
-        callbacks=[AskedToRequeue()],
-        default_root_dir=folder,
-        num_sanity_val_steps=0,
-        **QUIET,
-    )
-    module, written = Lit().double(), []
-    called = mock.patch.object(signal_connector, "call", lambda command, **_: commands.append(command) or 0)
-    with mock.patch.dict(os.environ, SLURM_JOB_ID="7"), called:
-        trainer.validate(module, datamodule=Data(), verbose=False)
-        for run in (1, 2):
-            trainer.fit_loop.max_epochs = run
-            trainer.fit(module, datamodule=Data())
-            written.append((folder / f"hpc_ckpt_{run}.ckpt").exists() and len(commands) == (1 - process) * run)
-    return written
-
-
 RUNS: dict[str, dict[str, Any]] = {
     "ends": {"fails": False},
     "fails": {"fails": True, "compare_losses": False},
@@ -162,17 +121,11 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What is wrong on each process, and whether both save and one of them requeues."""
-    calls: dict[str, Any] = {name: partial(runs, **RUNS[name]) for name in asked(request, "name")}
-    folder = tmp_path_factory.mktemp("requeued")
-    return in_turn(calls | {"requeued": partial(requeued_in_each_fit, folder=folder)}, 2)
+def found(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    """What is wrong on each process."""
+    return in_turn({name: partial(runs, **RUNS[name]) for name in asked(request, "name")}, 2)
 
 
 @pytest.mark.parametrize("name", slow_but(RUNS, "ends", "fails"))
 def test_nothing_stays_replaced(name: str, found: dict[str, list[Any]]) -> None:
     assert found[name] == [[], []]
-
-
-def test_a_job_is_requeued_in_the_second_fit_too(found: dict[str, list[Any]]) -> None:
-    assert found["requeued"] == [[True, True], [True, True]]

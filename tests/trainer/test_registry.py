@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import lightning as L
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
@@ -14,19 +11,6 @@ from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.schedules.registry import ALIASES
 from lightning_pipe.trainer import registry
 from tests.support.processes import PRELOAD, run_trainers
-
-ORDERS = """
-import sys
-{imports}
-from lightning.pytorch.strategies import StrategyRegistry
-assert "pipe" in StrategyRegistry and "pipe_1f1b" in StrategyRegistry
-assert "lightning_pipe.trainer.strategy" not in sys.modules
-"""
-LIGHT = """
-import sys
-import lightning_pipe.schedules
-assert not {"torch", "lightning", "numpy"} & set(sys.modules), "heavy imports"
-"""
 
 
 def test_one_name_per_schedule() -> None:
@@ -51,14 +35,6 @@ def test_unknown_names() -> None:
     assert "PipeStrategy" in dir(lightning_pipe)
 
 
-# a fresh interpreter spends seconds on the import: the session of test_interactive has the first order, too, and the
-# processes below the second
-@pytest.mark.slow
-@pytest.mark.parametrize("imports", ["import lightning_pipe, lightning", "import lightning, lightning_pipe"])
-def test_either_import_comes_first(imports: str) -> None:
-    subprocess.run([sys.executable, "-c", ORDERS.format(imports=imports)], check=True, timeout=100)
-
-
 def names(process: int) -> set[str]:
     return {name for name in ("pipe", "pipe_1f1b") if name in StrategyRegistry}
 
@@ -66,7 +42,3 @@ def names(process: int) -> set[str]:
 def test_names_are_there_when_lightning_came_first() -> None:
     assert PRELOAD.index("lightning.pytorch") < PRELOAD.index("lightning_pipe.trainer.strategy")
     assert run_trainers(names, 1) == [{"pipe", "pipe_1f1b"}]
-
-
-def test_schedules_import_nothing_heavy() -> None:
-    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)
