@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_pipe.skip import Namespace, pop, skippable, stash
-
 
 class LitResNet(L.LightningModule):
     """Hugging Face's ResNet with batch norm everywhere, unmodified."""
@@ -39,65 +37,6 @@ class LitResNet(L.LightningModule):
     def data(self) -> DataLoader[Any]:
         torch.manual_seed(1)
         return DataLoader(TensorDataset(torch.randn(32, 3, 16, 16).double(), torch.randint(0, 3, (32,))), batch_size=8)
-
-
-@skippable(stash=["early"])
-class Down(nn.Module):
-    """Half the size, twice the depth; keeps the full size for later."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.body(x)
-        yield stash("early", x)
-        return F.max_pool2d(x, 2)
-
-
-@skippable(pop=["early"])
-class Up(nn.Module):
-    """Twice the size, joined with what was kept."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Any:
-        early = yield pop("early")
-        return self.body(torch.cat([F.interpolate(x, scale_factor=2), early], 1))
-
-
-class LitUNet(L.LightningModule):
-    """A U-Net whose skips are marked."""
-
-    layers = ("unet",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        a, b = Namespace(), Namespace()
-        self.unet = nn.Sequential(
-            Down(1, 4).isolate(a),
-            Down(4, 8).isolate(b),
-            nn.Conv2d(8, 8, 3, padding=1),
-            Up(16, 4).isolate(b),
-            Up(8, 4).isolate(a),
-            nn.Conv2d(4, 1, 1),
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        noisy, clean = batch
-        loss = F.mse_loss(self.unet(noisy), clean)
-        self.log("loss", loss, on_step=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-    def data(self) -> DataLoader[Any]:
-        torch.manual_seed(1)
-        clean = torch.randn(32, 1, 8, 8).double()
-        return DataLoader(TensorDataset(clean + 0.1 * torch.randn_like(clean), clean), batch_size=8)
 
 
 class LitDropout(L.LightningModule):

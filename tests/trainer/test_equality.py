@@ -208,11 +208,3 @@ def test_equals_one_device(number: int, trained: dict[int, Any]) -> None:
             truth = expected(entry, point, point.replica(process))
             wrong += [f"{entry}, process {process}: {line}" for line in oracle.differences(trace, truth)]
     assert not wrong, "\n  ".join(wrong[:30])
-
-
-def test_random_numbers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    one, two = (Point(stages=ranks, ranks=ranks, steps=2) for ranks in (1, 2))
-    noise = {"name": "noise", "folder": tmp_path}
-    expected = train(0, point=one, **noise)
-    for trace in run_trainers(train, 2, point=two, **noise):
-        oracle.assert_equal(trace, expected)

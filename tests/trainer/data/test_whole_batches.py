@@ -23,7 +23,7 @@ WIDTH = 4
 
 
 class Counting(nn.Module):
-    """A layer that counts its calls, in a buffer and in a list."""
+    """A layer that counts its calls, in a buffer and in a list, and keeps how it routes its rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +34,16 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.shapes.append(len(x))
-        return torch.tanh(self.linear(x))
+        x = self.linear(x)
+        self.routes = x.softmax(-1)
+        return torch.tanh(x)
 
 
 class Contrastive(L.LightningModule):
-    """Compares the samples of a batch, from its batch number ``late`` on, and leaves all kinds of traces."""
+    """Compares the samples of a batch, from its batch number ``late`` on, and leaves all kinds of traces.
+
+    Adds a loss over the routing of the whole batch, as Switch Transformers do.
+    """
 
     def __init__(self, late: int = 0) -> None:
         super().__init__()
@@ -56,7 +61,10 @@ class Contrastive(L.LightningModule):
             x = layer(x)
         self.steps += 1
         logits = F.normalize(x, dim=1) @ F.normalize(batch, dim=1).T * self.scale.exp()
-        loss = F.cross_entropy(logits, torch.arange(len(batch))) if batch_idx >= self.late else x.square().mean()
+        loss = x.square().mean()
+        if batch_idx >= self.late:
+            routing = sum(layer.routes.mean(0).square().sum() for layer in self.layers)
+            loss = F.cross_entropy(logits, torch.arange(len(batch))) + routing
         self.average.mul_(0.5).add_(loss.detach())
         self.seen.append(len(batch))
         self.mean(loss.detach(), len(batch))
