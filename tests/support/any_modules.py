@@ -95,36 +95,6 @@ class Backwards(Lit):
         return self.out(self.decoder(torch.tanh(self.encoder(x))))
 
 
-class Variational(Lit):
-    """Two heads side by side, and methods that are no ``forward``."""
-
-    class Vae(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
-            self.mu, self.log_var = nn.Linear(16, 4), nn.Linear(16, 4)
-            self.decoder = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-
-        def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.encoder(x)
-            return self.mu(h), self.log_var(h)
-
-        def decode(self, z: Tensor) -> Tensor:
-            return self.decoder(z)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vae = self.Vae()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.vae.decode(self.vae.encode(x)[0])
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        mu, log_var = self.vae.encode(x)
-        divergence = -0.5 * (1 + log_var - mu**2 - log_var.exp()).sum(1).mean()
-        return F.mse_loss(self.vae.decode(mu), x) + 0.1 * divergence
-
-
 class _Residual(nn.Module):
     def __init__(self, before: int, behind: int, stride: int = 1) -> None:
         super().__init__()
@@ -198,30 +168,6 @@ class Packed(_Text):
         return self.out(padded.sum(1))
 
 
-class Encoder(_Text):
-    """A text encoder with a pooler, inside a model inside the module."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pooler = nn.Linear(16, 16)
-            self.word, self.position, self.norm = nn.Embedding(20, 16), nn.Embedding(6, 16), nn.LayerNorm(16)
-            self.layer = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(3))
-
-        def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.norm(self.word(words) + self.position(torch.arange(words.shape[1], device=words.device)))
-            for layer in self.layer:
-                h = layer(h)
-            return h, torch.tanh(self.pooler(h[:, 0]))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.classifier, self.model = nn.Linear(16, 4), self.Model()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.model(x)[1])
-
-
 class Translation(_Text):
     """torch's own Transformer, with one table of words for both sides and for the output."""
 
@@ -276,22 +222,6 @@ class LanguageModel(_Text):
         return F.cross_entropy(self(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
 
 
-class TwoTowers(Lit):
-    """Two towers, called in the order that is not that of registration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.right = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        right = self.right(x[:, 4:])
-        return F.cosine_similarity(self.left(x[:, :4]), right)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self(x) - y[:, 0]).square().mean()
-
-
 class Fusion(_Text):
     """An image tower and a text tower meet in a head."""
 
@@ -323,35 +253,6 @@ class Siamese(Lit):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return -F.cosine_similarity(self(x), self(x.flip(1))).mean()
-
-
-class Predictor(Lit):
-    """Two passes over a backbone, then a predictor on both; targets are detached."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.predictor = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.backbone(x)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        one, two = self.backbone(x), self.backbone(x.flip(1))
-        p, q = self.predictor(one), self.predictor(two)
-        return -(F.cosine_similarity(p, two.detach()) + F.cosine_similarity(q, one.detach())).mean()
-
-
-class Alternatives(Lit):
-    """Lists of which one element is used; a bigger list of spare ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.first, self.third, self.fourth = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fourth(torch.tanh(self.third(torch.tanh(self.spare[2](torch.tanh(self.first(x)))))))
 
 
 class HeadOfTask(Lit):
@@ -492,12 +393,6 @@ class Highest(_Dependent):
     def mixed(x: Tensor, training: bool) -> Tensor:
         means = x.abs().mean(0, keepdim=True).expand_as(x) if training else x.abs()
         return x * (means >= means.topk(4, 1).values[:, -1:])
-
-
-class HighestBehind(Highest):
-    """The same behind the first layer."""
-
-    at = 1
 
 
 class HighestInside(Highest):

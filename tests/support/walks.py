@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support.lit_modules import FEATURES
 
@@ -35,35 +35,12 @@ class Walks(L.LightningModule):
 class Averaged(Walks):
     """torch's averaged weights as an attribute, made before there are ranks."""
 
-    options: ClassVar[dict[str, Any]] = {"use_buffers": True}
-
     def __init__(self) -> None:
         super().__init__()
-        self.average = AveragedModel(self.model, **self.options)
+        self.average = AveragedModel(self.model, use_buffers=True)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.average.update_parameters(self.model)
-
-
-class AveragedByLists(Averaged):
-    """... by functions of lists."""
-
-    options: ClassVar[dict[str, Any]] = {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)}
-
-
-class AveragedWhole(Walks):
-    """The average of the whole module, in a list, so that it is no part of the module."""
-
-    def on_fit_start(self) -> None:
-        self.hidden = [AveragedModel(self)]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.hidden[0].update_parameters(self)
-
-    def on_train_end(self) -> None:
-        for weight, average in zip(self.parameters(), self.hidden[0].parameters(), strict=True):
-            weight.data.copy_(average.data)
-        del self.hidden
 
 
 class Teacher(Walks):
@@ -91,27 +68,6 @@ class TeacherByData(Teacher):
     def follow(self, teacher: Tensor, student: Tensor) -> None:
         if teacher.is_floating_point():
             teacher.data = DECAY * teacher.data + (1 - DECAY) * student.data
-
-
-class TeacherByState(Teacher):
-    """Follows by loading a state."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.teacher.load_state_dict(copy.deepcopy(self.model.state_dict()))
-
-
-class Shadows(Walks):
-    """Averages as buffers with names of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, weight in self.model.named_parameters():
-            self.register_buffer("shadow_" + name.replace(".", "_"), weight.clone().detach())
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for name, weight in self.model.named_parameters():
-            shadow = getattr(self, "shadow_" + name.replace(".", "_"))
-            shadow.sub_((1 - DECAY) * (shadow - weight.detach()))
 
 
 class Dictionary(Walks):

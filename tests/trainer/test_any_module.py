@@ -74,7 +74,7 @@ FAST = {
 
 "Backwards" trains on two ranks behind a prediction and from a checkpoint, "Siamese" by the line of its plan.
 """
-OF_FOUR = ("Backwards", "Fusion", "LanguageModel", "Segmentation", "Translation", "Variational", *DEPENDENT)
+OF_FOUR = ("Backwards", "Fusion", "LanguageModel", "Segmentation", "Translation", *DEPENDENT)
 """Those that have layers enough for four stages."""
 TWO_PASSES = [("Siamese", word) for word in ("pipe_chimera", "pipe_zero_bubble")]
 """Two passes need whole backward passes and one pipe: an error says so."""

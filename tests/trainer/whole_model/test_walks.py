@@ -18,17 +18,13 @@ from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.walks import (
     Averaged,
-    AveragedByLists,
-    AveragedWhole,
     Dictionary,
     KeepsBest,
     ListAverage,
     Lists,
-    Shadows,
     Swaps,
     Teacher,
     TeacherByData,
-    TeacherByState,
     Walks,
 )
 
@@ -90,8 +86,7 @@ class PartlyTrained(NoisyGradients):
 CASES: dict[str, type[Walks]] = {
     kind.__name__: kind
     for kind in (
-        *(Averaged, AveragedByLists, AveragedWhole),
-        *(Teacher, TeacherByData, TeacherByState, Shadows, Dictionary, ListAverage),
+        *(Averaged, Teacher, TeacherByData, Dictionary, ListAverage),
         *(Lists, KeepsBest, Swaps, Perturbed, NoisyGradients, PartlyTrained),
     )
 }
@@ -149,7 +144,7 @@ def found(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     return run_trainers(fits, 2, timeout=110, names=asked(request, "name"), folder=folder)
 
 
-OTHERS = {"AveragedByLists", "AveragedWhole", "TeacherByData", "TeacherByState", "Shadows", "ListAverage"}
+OTHERS = {"TeacherByData", "ListAverage"}
 """Averages that are written in other ways."""
 
 

@@ -33,20 +33,6 @@ class Joins(Walks):
         return self.Normalised(self.parameters(), lr=0.1)
 
 
-class Clipped(Walks):
-    """An optimizer that limits the norm of all gradients by itself."""
-
-    class Clips(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            loss = closure()
-            nn.utils.clip_grad_norm_([weight for group in self.param_groups for weight in group["params"]], 0.1)
-            super().step()
-            return loss
-
-    def configure_optimizers(self) -> Any:
-        return self.Clips(self.parameters(), lr=0.1)
-
-
 class Distils(Teacher):
     """The teacher teaches."""
 
@@ -126,7 +112,6 @@ class Trusting(Walks):
 
 REFUSED: dict[type[Walks], tuple[type[Exception], str]] = {
     Joins: (PipeError, "Normalised.step joins numbers of several parameters: "),
-    Clipped: (PipeError, "Clips.step joins numbers of several parameters: "),
     SumsNorms: (PipeError, "trainer.strategy.grad_norm()"),
     Histograms: (PipeError, "'numpy' needs a value that is not here: Rank "),
     Unnamed: (PipeError, "checkpoint['averages'][0] comes from parameters of other ranks"),
