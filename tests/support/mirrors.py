@@ -97,7 +97,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "trainer/checkpoints": {"entries": "trainer/checkpoints/test_divided"},
     "trainer/data": {"loaders": "trainer/data/test_replica_data"},
-    "trainer/evaluation": {"evaluations": "trainer/evaluation/test_stream"},
+    "trainer/evaluation": dict.fromkeys(("evaluations", "fetched"), "trainer/evaluation/test_stream"),
     "trainer/whole_model": {
         "absent_gradients": "trainer/whole_model/test_walks",
         "metrics": "trainer/whole_model/test_logging",

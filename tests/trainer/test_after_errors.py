@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -13,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError
-from tests.support.pairs import slow_but
-from tests.support.processes import run_trainers
+from tests.support.processes import in_turn
 from tests.support.trainer_runs import QUIET, quiet
 
 WIDTH, BATCH = 3, 4
@@ -72,15 +72,6 @@ def divides(process: int, devices: int, replicas: int) -> tuple[int, str]:
     return module.size, "\n".join(module.lines)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_batch_is_divided_over_pipelines_not_over_ranks(replicas: int) -> None:
-    for rank, (size, plan) in enumerate(run_trainers(divides, 2, timeout=40, devices=2, replicas=replicas)):
-        assert size == BATCH // replicas
-        if rank == 0:
-            assert ("trainer.num_devices counts the 2 ranks" in plan) == (replicas == 1)
-
-
 def goes_on(process: int, devices: int | None, method: str, another: bool) -> float | str:
     """What a validation finds behind a run whose loader has failed."""
     quiet()
@@ -102,18 +93,34 @@ def goes_on(process: int, devices: int | None, method: str, another: bool) -> fl
     return float(second.callback_metrics["value"])
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", slow_but(["validate", "fit"], "fit"))
-def test_another_trainer_goes_on_behind_an_error(method: str) -> None:
-    plain = goes_on(0, None, method, another=False)
-    for value in run_trainers(goes_on, 2, timeout=40, devices=2, method=method, another=True):
+CALLS: dict[str, Any] = {
+    **{f"{replicas} replicas": partial(divides, devices=2, replicas=replicas) for replicas in (1, 2)},
+    "another": partial(goes_on, devices=2, method="fit", another=True),
+    "the same": partial(goes_on, devices=2, method="validate", another=False),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    return in_turn(CALLS, 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_batch_is_divided_over_pipelines_not_over_ranks(replicas: int, found: dict[str, list[Any]]) -> None:
+    for rank, (size, plan) in enumerate(found[f"{replicas} replicas"]):
+        assert size == BATCH // replicas
+        if rank == 0:
+            assert ("trainer.num_devices counts the 2 ranks" in plan) == (replicas == 1)
+
+
+def test_another_trainer_goes_on_behind_an_error(found: dict[str, list[Any]]) -> None:
+    plain = goes_on(0, None, "fit", another=False)
+    for value in found["another"]:
         assert value == pytest.approx(plain, rel=1e-9)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", slow_but(["validate", "fit"], "validate"))
-def test_the_same_trainer_says_why_it_cannot(method: str) -> None:
-    for rank, text in enumerate(run_trainers(goes_on, 2, timeout=40, devices=2, method=method, another=False)):
+def test_the_same_trainer_says_why_it_cannot(found: dict[str, list[Any]]) -> None:
+    for rank, text in enumerate(found["the same"]):
         assert f"Rank {rank} cannot run this Trainer again: its last run has failed" in text
         assert "ValueError: a broken sample" in text
         assert "build another Trainer" in text

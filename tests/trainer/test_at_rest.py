@@ -23,7 +23,6 @@ from tests.support import oracle
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
-from tests.support.user_modules import HeadInSetup
 
 LINE = "trainer.strategy.whole_module()"
 
@@ -97,12 +96,6 @@ def on_rank(process: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def with_head(process: int, folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    found = several_runs(2, folder, HeadInSetup)
-    found["trainer"].strategy.whole_module()
-    return oracle.state_of(found["module"]), found["gathered"]
-
-
 class Asks(L.Callback):
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.strategy.whole_module()  # type: ignore[attr-defined]
@@ -143,14 +136,6 @@ def test_runs_go_on_with_the_shares(tmp_path: Path) -> None:
     ours, theirs = (torch.load(tmp_path / f"{devices}.ckpt", weights_only=False) for devices in (2, None))
     for part in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(ours[part], theirs[part])
-
-
-@pytest.mark.slow
-def test_modules_that_setup_adds_stay_too(tmp_path: Path) -> None:
-    plain = oracle.Trace(weights=oracle.state_of(several_runs(None, tmp_path, HeadInSetup)["module"]))
-    for weights, names in run_trainers(with_head, 2, timeout=90, folder=tmp_path):
-        assert names == []
-        oracle.assert_equal(oracle.Trace(weights=weights), plain)
 
 
 @pytest.mark.parametrize("limit", [-1, True, 1.5, "1 GiB"])

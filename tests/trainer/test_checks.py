@@ -10,13 +10,12 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError, ScheduleError
 from lightning_pipe.parameters.deferred_batchnorm import check_norms
 from lightning_pipe.trainer.checks import check_optimizers
-from tests.support.lit_modules import Data, Lit, dataset
+from tests.support.lit_modules import Data, Lit
 from tests.support.processes import refusals
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.user_modules import BuiltInSetup, Watching
@@ -50,7 +49,7 @@ class Lbfgs(Lit):
         return torch.optim.LBFGS(self.parameters())
 
 
-def fit(module: L.LightningModule, devices: int = 1, data: Any = Data, **strategy: Any) -> None:
+def fit(module: L.LightningModule, devices: int = 1, **strategy: Any) -> None:
     """Train for one epoch, without a look at losses."""
     quiet()
     calls = strategy.pop("callbacks", [])
@@ -63,7 +62,7 @@ def fit(module: L.LightningModule, devices: int = 1, data: Any = Data, **strateg
         num_sanity_val_steps=0,
         **QUIET,
     )
-    trainer.fit(module.double(), datamodule=data())
+    trainer.fit(module.double(), datamodule=Data())
 
 
 def refused(feature: str) -> Any:
@@ -180,24 +179,10 @@ class Broken(Lit):
             raise ValueError("a bug in a hook")
 
 
-class BrokenSamples(Data):
-    """Its second batch cannot be loaded."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(dataset(28), batch_size=8, collate_fn=self.collate)
-
-    def collate(self, items: list[Any]) -> Any:
-        self.length -= 8
-        if self.length < 16:
-            raise KeyError("broken sample")
-        return default_collate(items)
-
-
 FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "last": (0, ValueError, "a bug on the last stage"),
     "first": (1, ValueError, "a bug on the first stage"),
     "hook": (1, ValueError, "a bug in a hook"),
-    "data": (0, KeyError, "broken sample"),
     "none": (0, ConfigurationError, "returned None"),
     "none_early": (1, CutError, "returned None before layer"),
     "reads": (0, RuntimeError, "Rank 0 does not hold 'model.0.weight': it is on rank 1"),
@@ -218,7 +203,7 @@ def fail(process: int, how: str) -> None:
             trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", sync_batchnorm=True, **QUIET)
             trainer.fit(Lit().double(), datamodule=Data())
         module = Watching() if how == "metrics" else Broken(how)
-        fit(module, devices=2, data=BrokenSamples if how == "data" else Data, micro_batches=2)
+        fit(module, devices=2, micro_batches=2)
     finally:
         assert time.monotonic() - start < 30
 

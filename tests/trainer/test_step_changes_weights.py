@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
-from tests.support.processes import in_turn, refusals, run_trainers
+from tests.support.processes import in_turn, refusals
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -115,17 +116,25 @@ def test_what_the_step_does_is_named_with_a_remedy() -> None:
         assert re.search(TOLD[kind][0], str(error))
 
 
-def test_whole_batches_help() -> None:
-    options = {Truncated: {}, Added: STAGES}
-    strategies = {kind: PipeStrategy(micro_batches=1, **each) for kind, each in options.items()}
-    calls = {kind: partial(fit, kind=kind, devices=2, strategy=each) for kind, each in strategies.items()}
-    for kind, found in in_turn(calls, 2).items():
-        for name, value in fit(0, kind)[0].items():
-            torch.testing.assert_close(found[0][0][name], value, rtol=1e-9, atol=1e-12)
+STRATEGIES: dict[Any, tuple[type[Step], dict[str, Any]]] = {
+    "whole": (Truncated, {"micro_batches": 1}),
+    "whole, added": (Added, {"micro_batches": 1, **STAGES}),
+    "cut": (Truncated, {**STAGES, "balance": [1, 2]}),
+}
 
 
-def test_state_from_batch_to_batch_is_told_of_whole_batches() -> None:
-    strategy = PipeStrategy(**{**STAGES, "balance": [1, 2]})
-    warned = run_trainers(fit, 2, kind=Truncated, devices=2, strategy=strategy)
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Trained]]:
+    runs = {name: (kind, PipeStrategy(**options)) for name, (kind, options) in STRATEGIES.items()}
+    return in_turn({name: partial(fit, kind=run[0], devices=2, strategy=run[1]) for name, run in runs.items()}, 2)
+
+
+@pytest.mark.parametrize("name", ["whole", "whole, added"])
+def test_whole_batches_help(name: str, found: dict[str, list[Trained]]) -> None:
+    for key, value in fit(0, STRATEGIES[name][0])[0].items():
+        torch.testing.assert_close(found[name][0][0][key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_state_from_batch_to_batch_is_told_of_whole_batches(found: dict[str, list[Trained]]) -> None:
     words = "State that goes from batch to batch (self.hidden) needs micro_batches=1"
-    assert any(words in each for _, of_rank in warned for each in of_rank)
+    assert any(words in each for _, of_rank in found["cut"] for each in of_rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from lightning_pipe.schedules import PipeDream
-from tests.support.asynchronous_engine import Batch, batches, pipedream, two_versions, vertical
+from tests.support.asynchronous_engine import Batch, batches, pipedream
 from tests.support.asynchronous_trainer import (
     BATCHES,
     EPOCH,
@@ -30,8 +28,6 @@ from tests.support.asynchronous_trainer import (
     assert_weights,
     closed_form,
     learning_rate,
-    momentum,
-    run,
     run_all,
 )
 from tests.support.pairs import asked, slow_but
@@ -48,13 +44,28 @@ Found = dict[str, list[Outcome]]
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Found:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, folder: Path) -> Found:
     left = {f"signalled {between}" for between in {False, True}.difference(asked(request, "between"))}
-    return run_all({name: {"strategy": PIPEDREAM, **options} for name, options in RUNS.items() if name not in left})
+    runs = {**RUNS, **those_that_save(folder)}
+    return run_all({name: {"strategy": PIPEDREAM, **options} for name, options in runs.items() if name not in left})
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=learning_rate(0), eps=1e-3)
+def those_that_save(folder: Path) -> dict[str, dict[str, Any]]:
+    """The last one fails."""
+    long = {"trainer": {"max_epochs": 2, "val_check_interval": 5}, "module": Long}
+    steps = ModelCheckpoint(folder / "steps", filename="{step}", save_top_k=-1, every_n_train_steps=3)
+    on_exception = OnExceptionCheckpoint(str(folder / "failed"))
+    return {
+        "24 batches": {**long, "saves": (str(folder), [9])},
+        "resumed": {**long, "resume": str(folder / "9.ckpt")},
+        "names": {"trainer": {"enable_checkpointing": True}, "callbacks": [steps]},
+        "fails": {"trainer": {"enable_checkpointing": True}, "module": Fails, "callbacks": [on_exception]},
+    }
 
 
 # ------------------------------------------------------------------ 24 batches
@@ -68,69 +79,15 @@ class Long(Lit):
         return Feed(MANY[:1])
 
 
-class WithAdam(Long):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return adam(parameters)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "devices", "module"),
-    [
-        ("pipedream", 2, Long),
-        pytest.param("pipedream_2bw", 2, WithAdam, marks=pytest.mark.slow),
-        pytest.param("pipedream", 4, WithAdam, marks=pytest.mark.slow),
-        pytest.param("pipedream_2bw", 4, Long, marks=pytest.mark.slow),
-        pytest.param(PipeDream(vertical_sync=True), 3, Long, marks=pytest.mark.slow),
-        pytest.param(PipeDream(replicas=(1, 2)), 3, WithAdam, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_24_batches_with_validation_a_checkpoint_and_resuming(
-    schedule: Any, devices: int, module: type[Lit], tmp_path: Path
-) -> None:
-    two, replicated = schedule == "pipedream_2bw", getattr(schedule, "replicas", None)
-    stages, size = len(replicated or range(devices)), 4 if two else 1
-    strategy = {"schedule": schedule, "layers": "net.layers", "micro_batches": size, "balance": even(6, stages)}
-    trainer = {"max_epochs": 2, "val_check_interval": 5}
-    whole = run(strategy, trainer, devices, saves=(str(tmp_path), [9]), module=module)
-    resumed = run(strategy, trainer, devices, resume=str(tmp_path / "9.ckpt"), module=module)
-    version = two_versions if two else (vertical if "vertical" in str(schedule) else pipedream)(stages)
-    if replicated:
-        version = lambda stage, t: max(0, (t - 2, t // 2)[stage])  # noqa: E731
-    losses, evaluated, values = closed_form(
-        [*range(12)] * 2,
-        stages,
-        version,
-        [5, 9, 10, 12, 17, 22, 24],
-        size,
-        together=replicated,
-        optimizer=adam if module is WithAdam else momentum,
-        data=MANY,
-    )
-    for outcomes, start in ((whole, 0), (resumed, 9)):
+def test_24_batches_with_validation_a_checkpoint_and_resuming(found: Found) -> None:
+    drains = [5, 9, 10, 12, 17, 22, 24]
+    losses, evaluated, values = closed_form([*range(12)] * 2, 2, pipedream(2), drains, data=MANY)
+    for outcomes, start in ((found["24 batches"], 0), (found["resumed"], 9)):
         assert_weights(outcomes, values)
         for outcome in outcomes:
             assert outcome.steps == 24
             assert_close(outcome.logged["train_loss_step"], losses[start:])
             assert_close(outcome.logged["val_loss"], [evaluated[i] for i in (0, 2, 4, 5)][start // 5 :])
-
-
-def even(layers: int, stages: int) -> list[int]:
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
-
-
-@pytest.mark.slow  # fast: the engine's test of more pipelines than one, and replicas of stages under the Trainer
-def test_replicas_of_pipelines_average_their_batches() -> None:
-    outcomes = run({**PIPEDREAM, "data_parallel_size": 2}, UNSEEN, 4, module=Divided)
-    pairs = [{name: torch.cat([MANY[i][name], MANY[i + 1][name]]) for name in MANY[i]} for i in range(0, 8, 2)]
-    _, _, values = closed_form(range(4), 2, pipedream(2), [], data=pairs)
-    assert_weights(outcomes, values)
-
-
-class Divided(Lit):
-    def train_dataloader(self) -> Any:
-        assert self.trainer is not None
-        return Feed(MANY[self.trainer.strategy.data_parallel_rank : 8 : 2])
 
 
 # ------------------------------------------------------------------ the optimizer
@@ -214,20 +171,18 @@ def test_a_scheduler_that_looks_at_an_epoch(found: Found) -> None:
 # ------------------------------------------------------------------ files
 
 
-def test_files_are_named_after_the_steps_that_are_in_them(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=3)
-    outcomes = run(PIPEDREAM, {"enable_checkpointing": True}, callbacks=[saver])
-    found = {path.stem: torch.load(path, weights_only=False) for path in tmp_path.glob("*.ckpt")}
-    drains = sorted({EPOCH, *(checkpoint["global_step"] for checkpoint in found.values())})
-    assert len(found) >= 2
-    for name, checkpoint in found.items():
+def test_files_are_named_after_the_steps_that_are_in_them(found: Found, folder: Path) -> None:
+    files = {path.stem: torch.load(path, weights_only=False) for path in (folder / "steps").glob("*.ckpt")}
+    drains = sorted({EPOCH, *(checkpoint["global_step"] for checkpoint in files.values())})
+    assert len(files) >= 2
+    for name, checkpoint in files.items():
         steps = checkpoint["global_step"]
         assert name == f"step={steps}"
         _, _, values = closed_form(range(steps), 2, pipedream(2), drains)
         for key, value in values.items():
             torch.testing.assert_close(checkpoint["state_dict"][f"net.{key}"], value, rtol=1e-12, atol=1e-12)
     _, _, values = closed_form(range(EPOCH), 2, pipedream(2), drains)
-    assert_weights(outcomes, values)
+    assert_weights(found["names"], values)
 
 
 # ------------------------------------------------------------------ the end
@@ -251,14 +206,9 @@ class Fails(Lit):
             raise RuntimeError("the disk is full")
 
 
-def test_a_hook_that_fails_ends_all_ranks_and_drains_nothing(tmp_path: Path) -> None:
-    start = time.monotonic()
-    outcomes = run(
-        PIPEDREAM, {"enable_checkpointing": True}, module=Fails, callbacks=[OnExceptionCheckpoint(str(tmp_path))]
-    )
-    assert all("the disk is full" in outcome.error for outcome in outcomes)
-    assert time.monotonic() - start < 40
-    assert not list(tmp_path.iterdir())
+def test_a_hook_that_fails_ends_all_ranks_and_drains_nothing(found: Found, folder: Path) -> None:
+    assert all("the disk is full" in outcome.error for outcome in found["fails"])
+    assert not (folder / "failed").exists()
 
 
 class Signalled(L.Callback):

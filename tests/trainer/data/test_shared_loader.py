@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import getattr_static
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from lightning_pipe.errors import CommunicationError
-from lightning_pipe.trainer.data.shared_loader import SharedDataLoader, _random_states, _set_random_states
+from lightning_pipe.trainer.data.shared_loader import SharedDataLoader
 from lightning_pipe.transport.topology import Topology
 from tests.support.threads import ThreadTransport, run_threads, thread_world
 
@@ -61,39 +56,6 @@ def test_only_the_source_loads() -> None:
     assert sorted(value for batch in found[0][1] for value in batch) == list(range(10))
 
 
-def test_loaders_without_length() -> None:
-    found = on_three_ranks(lambda process: iter([[torch.tensor(1.0)]]), lambda mirror: sized_len(mirror))
-    assert found == [None, None, None]
-
-
-def test_combined_loaders() -> None:
-    def use(mirror: SharedDataLoader) -> Any:
-        loader = CombinedLoader({"a": mirror, "b": mirror.loader}, "max_size_cycle")
-        loader.flattened = [mirror, mirror]
-        return [(batch["a"][0].tolist(), batch["b"][0].tolist()) for batch, _, _ in loader]
-
-    found = on_three_ranks(lambda process: DataLoader(DATA, batch_size=4), use)
-    assert found[0] == found[1] == found[2]
-    assert len(found[0]) == 3
-
-
-def test_errors_of_the_loader_reach_everyone() -> None:
-    class Broken:
-        def __iter__(self) -> Iterator[Any]:
-            yield [torch.zeros(1)]
-            raise KeyError("broken sample")
-
-    def use(mirror: SharedDataLoader) -> str:
-        try:
-            return str(batches(mirror))
-        except (KeyError, CommunicationError) as error:
-            return f"{type(error).__name__}: {error}"
-
-    found = on_three_ranks(lambda process: Broken(), use)
-    assert found[0] == "KeyError: 'broken sample'"
-    assert all(text.startswith("CommunicationError") and "KeyError: 'broken sample'" in text for text in found[1:])
-
-
 @pytest.mark.feature("Data loaders", "indices of predictions", "works")
 def test_indices_of_predictions() -> None:
     def make(process: int) -> Any:
@@ -134,17 +96,3 @@ def test_is_the_loader_in_everything_else() -> None:
         return mirror.batch_size, mirror.loader.worker_init_fn is print, hasattr(mirror, "nonsense")
 
     assert on_three_ranks(lambda process: DataLoader(DATA, batch_size=4), use) == [(4, True, False)] * 3
-
-
-@pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(1), random.random, np.random.rand], ids=["torch", "python", "numpy"]
-)
-def test_random_states_can_be_carried(draw: Callable[[], Any]) -> None:
-    before = _random_states()
-    first = draw()
-    after = _random_states()
-    _set_random_states(before)
-    assert draw() == first
-    second = draw()
-    _set_random_states(after)
-    assert draw() == second

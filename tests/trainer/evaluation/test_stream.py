@@ -287,11 +287,6 @@ def test_a_rank_that_fails_ends_all_with_its_reason() -> None:
     check_failures([(name, "1f1b") for name in FAILURES])
 
 
-@pytest.mark.slow
-def test_further_ranks_that_fail_end_all_with_their_reason() -> None:
-    check_failures([("metric", "dualpipev"), ("step", "interleaved"), ("data", "interleaved")])
-
-
 def check_failures(cases: list[tuple[str, str]]) -> None:
     calls = {(name, each): partial(failing, devices=2, name=name, schedule=each) for name, each in cases}
     for (name, _), found in processes.in_turn(calls, 2).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from lightning_pipe import PipeStrategy
-from tests.support.processes import run_trainers
+from tests.support.pairs import asked, slow_but
+from tests.support.processes import in_turn, run_trainers
 from tests.support.trainer_runs import QUIET
 
 
@@ -55,31 +57,6 @@ def validated(process: int, devices: int | None, first: int, schedule: str = "1f
     return float(trainer.callback_metrics["val"]), calls
 
 
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    ("ranks", "first", "schedule"),
-    [
-        pytest.param(2, 0, "1f1b", marks=pytest.mark.slow),
-        (2, 3, "1f1b"),
-        pytest.param(2, 2, "interleaved", marks=pytest.mark.slow),
-        (2, 9, "chimera"),  # in no batch: one of two copies of each layer runs
-        pytest.param(2, 2, "chimera", marks=pytest.mark.slow),
-        pytest.param(2, 0, "interleaved", marks=pytest.mark.slow),
-        pytest.param(2, 1, "dualpipev", marks=pytest.mark.slow),
-        pytest.param(2, 4, "dualpipev", marks=pytest.mark.slow),
-        pytest.param(4, 0, "1f1b", marks=pytest.mark.slow),
-        pytest.param(4, 2, "1f1b", marks=pytest.mark.slow),
-    ],
-)
-def test_a_step_in_a_stream_that_comes_back_to_layers_equals_one_device(ranks: int, first: int, schedule: str) -> None:
-    """It does so in the first batch, or in a later one, when ranks have begun with the batches behind it."""
-    logged, calls = validated(0, None, first)
-    assert set(calls.values()) == {10.0 - min(first, 5)}
-    for found in run_trainers(validated, ranks, timeout=60, devices=ranks, first=first, schedule=schedule):
-        assert found[0] == pytest.approx(logged, rel=1e-9)
-        assert found[1] == calls
-
-
 class Sometimes(L.LightningModule):
     """Comes back to its layers where the first number of a batch is positive; counts, and leaves a hook."""
 
@@ -120,17 +97,50 @@ def rows_of(*signs: int) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("signs", [(-1, -1, 1, 1, 1, 1, -1, -1), (1, 1, -1, -1, -1, -1, -1, -1)])
-def test_micro_batches_of_which_some_come_back_to_layers_count_once(signs: tuple[int, ...]) -> None:
+FIRST = [
+    (3, "1f1b"),
+    (9, "chimera"),  # in no batch: one of two copies of each layer runs
+    (0, "1f1b"),
+    (2, "interleaved"),
+    (2, "chimera"),
+    (4, "dualpipev"),
+]
+SIGNS = [(-1, -1, 1, 1, 1, 1, -1, -1), (1, 1, -1, -1, -1, -1, -1, -1)]
+CUT: dict[str, Any] = {"evaluation_micro_batches": 2}
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> dict[Any, list[Any]]:
+    """What two ranks have."""
+    calls: dict[Any, Any] = {
+        (first, schedule): partial(validated, devices=2, first=first, schedule=schedule)
+        for first, schedule in asked(request, "first", "schedule")
+    }
+    return in_turn(calls | {signs: partial(sometimes, devices=2, rows=rows_of(*signs), **CUT) for signs in SIGNS}, 2)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("first", "schedule"), slow_but(FIRST, *FIRST[:2]))
+def test_a_step_in_a_stream_that_comes_back_to_layers_equals_one_device(
+    first: int, schedule: str, found: dict[Any, list[Any]]
+) -> None:
+    """It does so in the first batch, or in a later one, when ranks have begun with the batches behind it."""
+    logged, calls = validated(0, None, first)
+    assert set(calls.values()) == {10.0 - min(first, 5)}
+    for each in found[first, schedule]:
+        assert each[0] == pytest.approx(logged, rel=1e-9)
+        assert each[1] == calls
+
+
+@pytest.mark.parametrize("signs", SIGNS)
+def test_micro_batches_of_which_some_come_back_to_layers_count_once(
+    signs: tuple[int, ...], found: dict[Any, list[Any]]
+) -> None:
     rows = rows_of(*signs)
     total, *counted = sometimes(0, rows)
     assert counted == [8, 1]
-    options: dict[str, Any] = {"rows": rows, "evaluation_micro_batches": 2}
-    for found in (
-        sometimes(0, devices=1, stages=2, **options),
-        *run_trainers(sometimes, 2, timeout=60, devices=2, **options),
-    ):
-        assert found == (pytest.approx(total, rel=1e-9), 8, 1)
+    for each in (sometimes(0, rows, devices=1, stages=2, **CUT), *found[signs]):
+        assert each == (pytest.approx(total, rel=1e-9), 8, 1)
 
 
 @pytest.mark.timeout(90)

@@ -139,14 +139,6 @@ class TorchClips(Norms):
         clip_grad_norm_(self.parameters(), 0.05)
 
 
-class TorchClipsSome(Norms):
-    """Clips those that have a gradient, by the norm of these."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        some = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        clip_grad_norm_(some, 0.05, foreach=False)
-
-
 class TorchTells(Norms):
     """Logs what torch's function gives."""
 
@@ -172,7 +164,6 @@ REFUSALS: dict[type[Norms], tuple[str, dict[str, Any]]] = {
     OnOneRank: ("rainer.strategy.grad_norm() is called on rank 0, and not on all others", {}),
     Norms: ("different batches", {"schedule": "pipedream", "micro_batches": 1}),
     TorchClips: (ASK, {}),
-    TorchClipsSome: (ASK, {}),
     TorchTells: (ASK, {}),
     LightningTells: (ASK, {}),
     Scattered: (ASK, {"data_parallel_size": 2, "pipeline_parallel_size": 1, "shard_optimizer": "gradients"}),
