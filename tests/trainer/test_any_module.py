@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -129,69 +130,61 @@ def uncompared(**options: Any) -> Any:
     return PipeStrategy(compare_losses=False, **options)
 
 
-def elsewhere(process: int, method: str) -> Any:
-    """The first run of a module is no training."""
-    from tests.support.any_modules import Backwards
-
+def backwards(strategy: Any = "auto", devices: int = 1, epochs: int = 1, **options: Any) -> tuple[L.Trainer, Any]:
+    """A Trainer, and a module whose layers are called in another order than they are registered in."""
     quiet()
     L.seed_everything(7, verbose=False)
-    module = Backwards().double()
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=uncompared(), max_epochs=1, **QUIET)
+    options = {"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_epochs": epochs, **options}
+    return L.Trainer(**options, **QUIET), MODULES["Backwards"]().double()
+
+
+def predicted_first(process: int, devices: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    """The first run of a module is no training."""
+    trainer, module = backwards(uncompared() if devices > 1 else "auto", devices)
     with redirect_stdout(io.StringIO()):
-        result = getattr(trainer, method)(module, module.data())
+        result = trainer.predict(module, module.data())
         trainer.fit(module, module.data())
-    return [float(each.sum()) for each in result] if method == "predict" else result, oracle.state_of(module)
+    return [float(each.sum()) for each in result or ()], oracle.state_of(module)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("method", [pytest.param("validate", marks=pytest.mark.slow), "predict"])
-def test_the_first_run_may_be_an_evaluation(method: str) -> None:
-    from tests.support.any_modules import Backwards
-
-    found, weights = processes.run_trainers(elsewhere, 2, timeout=100, method=method)[0]
-    L.seed_everything(7, verbose=False)
-    module = Backwards().double()
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **QUIET)
-    expected = getattr(trainer, method)(module, module.data())
-    expected = [float(each.sum()) for each in expected] if method == "predict" else expected
-    trainer.fit(module, module.data())
-    assert found == [pytest.approx(each, abs=1e-9) for each in expected]
-    for key, value in module.state_dict().items():
-        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9)
+def averaging(path: Any, epochs: int = 2, **options: Any) -> tuple[L.Trainer, dict[str, Tensor]]:
+    """A training that goes on from a checkpoint: averages of weights and momentum with it."""
+    averages = L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
+    trainer, module = backwards(epochs=epochs, callbacks=[averages], **options)
+    with redirect_stdout(io.StringIO()):
+        trainer.fit(module, module.data(), ckpt_path=path)
+    return trainer, oracle.state_of(module)
 
 
 def resumed(process: int, path: str) -> dict[str, Tensor]:
-    """A training that goes on from the checkpoint of one device: averages of weights and momentum with it."""
-    from tests.support.any_modules import Backwards
-
-    quiet()
-    module = Backwards().double()
-    averages = L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=uncompared(), max_epochs=2, callbacks=[averages], **QUIET
-    )
-    with redirect_stdout(io.StringIO()):
-        trainer.fit(module, module.data(), ckpt_path=path)
-    return oracle.state_of(module)
+    return averaging(path, strategy=uncompared(), devices=2)[1]
 
 
-@pytest.mark.timeout(120)
-def test_a_resumed_fit_goes_on_with_its_optimizer_and_averages(tmp_path: Any) -> None:
-    from tests.support.any_modules import Backwards
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of one device."""
+    path = str(tmp_path_factory.mktemp("one") / "one.ckpt")
+    averaging(None, epochs=1)[0].save_checkpoint(path)
+    return path
 
-    def on_one_device(epochs: int, path: Any = None) -> tuple[L.Trainer, Any]:
-        L.seed_everything(7, verbose=False)
-        module, averages = Backwards().double(), L.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
-        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[averages], **QUIET)
-        trainer.fit(module, module.data(), ckpt_path=path)
-        return trainer, module
 
-    path = tmp_path / "one.ckpt"
-    on_one_device(1)[0].save_checkpoint(path)
-    _, expected = on_one_device(2, path)
-    found = processes.run_trainers(resumed, 2, timeout=100, path=str(path))[0]
-    for key, value in expected.state_dict().items():
-        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9)
+@pytest.fixture(scope="module")
+def ranks(checkpoint: str) -> dict[str, list[Any]]:
+    """What two processes have, by test."""
+    resumes = partial(resumed, path=checkpoint)
+    calls = {"predicted": predicted_first, "resumed": resumes, "twice": fitted_twice, "parts": built_in_parts}
+    return processes.in_turn(calls, 2)
+
+
+def test_the_first_run_may_be_an_evaluation(ranks: dict[str, list[Any]]) -> None:
+    found, weights = ranks["predicted"][0]
+    expected, own = predicted_first(0, devices=1)
+    assert found == pytest.approx(expected, abs=1e-9)
+    torch.testing.assert_close(weights, own, rtol=1e-9, atol=1e-9)
+
+
+def test_a_resumed_fit_goes_on_with_its_optimizer_and_averages(checkpoint: str, ranks: dict[str, list[Any]]) -> None:
+    torch.testing.assert_close(ranks["resumed"][0], averaging(checkpoint)[1], rtol=1e-9, atol=1e-9)
 
 
 def one_process(name: str, stages: int = 2, **options: Any) -> tuple[list[float], str]:
@@ -274,10 +267,8 @@ def fitted_twice(process: int, devices: int = 2) -> list[float]:
     return recorder.trace.losses
 
 
-@pytest.mark.timeout(120)
-def test_a_run_goes_on_with_the_division_that_an_earlier_one_has_balanced_by_work() -> None:
-    found = processes.run_trainers(fitted_twice, 2, timeout=100)[0]
-    assert found == pytest.approx(fitted_twice(0, devices=1), abs=1e-9)
+def test_a_run_goes_on_with_the_division_that_an_earlier_one_has_balanced_by_work(ranks: dict[str, list[Any]]) -> None:
+    assert ranks["twice"][0] == pytest.approx(fitted_twice(0, devices=1), abs=1e-9)
 
 
 class _Cells(MODULES["Recurrent"]):  # type: ignore[misc]
@@ -355,15 +346,13 @@ class _Wide(MODULES["Backwards"]):  # type: ignore[misc]
         self.encoder = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 128))
 
 
-def built_in_parts(process: int, sanity: int) -> tuple[str, float]:
+def built_in_parts(process: int) -> tuple[str, float]:
     """The error of a module of which each process builds its own part, and its loss with layers that are named."""
     quiet()
     for layers in (None, ["encoder", "decoder", "out"]):
         L.seed_everything(7, verbose=False)
         strategy = uncompared(layers=layers)
-        trainer = L.Trainer(
-            accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, num_sanity_val_steps=sanity, **QUIET
-        )
+        trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
         with trainer.init_module():
             module = _Wide()
         if layers is None:
@@ -374,13 +363,13 @@ def built_in_parts(process: int, sanity: int) -> tuple[str, float]:
     return str(ended.value), float(trainer.callback_metrics["val_loss"])
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("sanity", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_module_that_nobody_has_whole_ends_where_it_calls_layers_in_another_order(sanity: int) -> None:
+def test_a_module_that_nobody_has_whole_ends_where_it_calls_layers_in_another_order(
+    ranks: dict[str, list[Any]],
+) -> None:
     L.seed_everything(7, verbose=False)
     module = _Wide().double()
     trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **QUIET)
     trainer.fit(module, module.data(), module.data())
-    for told, loss in processes.run_trainers(built_in_parts, 2, timeout=60, sanity=sanity):
+    for told, loss in ranks["parts"]:
         assert re.search(r"(?s)'decoder.0' is called behind 'encoder.2'.*in that order: layers=\[...\]", told)
         assert loss == pytest.approx(float(trainer.callback_metrics["val_loss"]), abs=1e-9)

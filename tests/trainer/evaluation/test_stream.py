@@ -187,15 +187,18 @@ def assert_same(found: dict[str, Any], plain: dict[str, Any], *, first: bool, na
 
 def run(ranks: int, names: list[str], **options: Any) -> list[dict[str, Any]]:
     """The cases on several ranks, compared with one device."""
-    plain = all_cases(0, None, names)
     several = processes.run_trainers(all_cases, ranks, timeout=100, devices=ranks, names=names, **options)
+    return compared(several, names)
+
+
+def compared(several: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    plain = all_cases(0, None, names)
     for process, found in enumerate(several):
         assert_same(found, plain, first=process == 0, names=names)
     return several
 
 
-def check_two_ranks(names: list[str]) -> None:
-    several = run(2, names)
+def check_two_ranks(several: list[dict[str, Any]], names: list[str]) -> None:
     for name in names:
         # process 1 has the first stage
         # what has begun ends before batches wait
@@ -205,10 +208,25 @@ def check_two_ranks(names: list[str]) -> None:
 
 
 OFTEN = ["plain", "counted", "hooked", "samples", "unnamed", "unnamed_hooked"]
+SEVERAL_STAGES = ["kept", "scaled", "hooked"]
+"""Batches that stream, that stream until they depend on each other, and that wait."""
+Two = dict[str, list[Any]]
 
 
-def test_two_ranks_equal_one_device() -> None:
-    check_two_ranks(OFTEN)
+@pytest.fixture(scope="module")
+def two() -> Two:
+    """What two ranks have."""
+    calls: dict[str, Any] = {
+        "often": partial(all_cases, devices=2, names=OFTEN),
+        "several stages": partial(all_cases, devices=2, names=SEVERAL_STAGES, schedule="interleaved"),
+        "set": partial(set_layers, devices=2),
+        **{name: partial(failing, devices=2, name=name) for name in FAILURES},
+    }
+    return processes.in_turn(calls, 2)
+
+
+def test_two_ranks_equal_one_device(two: Two) -> None:
+    check_two_ranks(compared(two["often"], OFTEN), OFTEN)
 
 
 PLACEMENTS = {
@@ -231,8 +249,7 @@ def schedule(name: str) -> Any:
     return {"zero_bubble_v": ZeroBubble(variant="v"), "of_four": "interleaved"}.get(name, name)
 
 
-def check_placement(name: str, cases: list[str]) -> None:
-    several = run(PLACEMENTS[name], cases, schedule=schedule(name))
+def check_placement(name: str, several: list[dict[str, Any]], cases: list[str]) -> None:
     for case in cases:
         ahead = [found[case]["ahead"] for found in several]
         # every rank runs a stage of a later batch before its loop comes to that batch, unless it has the last one alone
@@ -241,20 +258,20 @@ def check_placement(name: str, cases: list[str]) -> None:
     assert min(found.get("predicted_ahead", 1) for found in several[name in BIDIRECTIONAL :]) > 0
 
 
-def test_ranks_with_several_stages_equal_one_device() -> None:
-    """Batches that stream, that stream until they depend on each other, and that wait."""
-    check_placement("interleaved", ["kept", "scaled", "hooked"])
+def test_ranks_with_several_stages_equal_one_device(two: Two) -> None:
+    check_placement("interleaved", compared(two["several stages"], SEVERAL_STAGES), SEVERAL_STAGES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))
 def test_all_placements_equal_one_device(name: str) -> None:
-    check_placement(name, list(CASES))
+    check_placement(name, run(PLACEMENTS[name], list(CASES), schedule=schedule(name)), list(CASES))
 
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_device_in_rarer_cases() -> None:
-    check_two_ranks([name for name in CASES if name not in OFTEN])
+    names = [name for name in CASES if name not in OFTEN]
+    check_two_ranks(run(2, names), names)
 
 
 @pytest.mark.slow
@@ -273,9 +290,9 @@ FAILURES: dict[str, tuple[Callable[[], Evaluated], Callable[[], DataLoader], str
 }
 
 
-def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, int]:
+def failing(process: int, devices: int, name: str) -> tuple[str, int]:
     """The error of an evaluation, with its notes, and the number of batches that were logged before."""
-    trainer, _, logger = build("unnamed" if name == "unnamed" else "plain", devices, schedule=schedule)
+    trainer, _, logger = build("unnamed" if name == "unnamed" else "plain", devices)
     try:
         trainer.validate(FAILURES[name][0]().double(), FAILURES[name][1](), verbose=False)
     except Exception as error:
@@ -283,18 +300,13 @@ def failing(process: int, devices: int, name: str, schedule: str) -> tuple[str, 
     return "", 0
 
 
-def test_a_rank_that_fails_ends_all_with_its_reason() -> None:
-    check_failures([(name, "1f1b") for name in FAILURES])
-
-
-def check_failures(cases: list[tuple[str, str]]) -> None:
-    calls = {(name, each): partial(failing, devices=2, name=name, schedule=each) for name, each in cases}
-    for (name, _), found in processes.in_turn(calls, 2).items():
-        for text, _ in found:
-            assert FAILURES[name][2] in text
-        if name == "data":
-            # the hooks and the logger of the batches before come first, as on one device
-            assert found[0][1] == 4
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_rank_that_fails_ends_all_with_its_reason(name: str, two: Two) -> None:
+    for text, _ in two[name]:
+        assert FAILURES[name][2] in text
+    if name == "data":
+        # the hooks and the logger of the batches before come first, as on one device
+        assert two[name][0][1] == 4
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
@@ -316,20 +328,16 @@ def test_two_replicas_of_two_ranks(schedule: str) -> None:
             assert own == rows[process // 2 :: 2]
 
 
-def set_layers(process: int, devices: int | None, schedule: str) -> tuple[dict[str, float], list[Any]]:
+def set_layers(process: int, devices: int | None) -> tuple[dict[str, float], list[Any]]:
     """What an evaluation whose batches wait logs, and what a training behind it finds in the layers."""
-    trainer, _, _ = build(
-        "off" if schedule == "1f1b" else "plain", devices, **({"schedule": schedule} if devices else {})
-    )
+    trainer, _, _ = build("off", devices)
     module = Scales().double()
     trainer.validate(module, loader(), verbose=False)
     return oracle.numbers(trainer.callback_metrics), [layer.scale for layer in module.model]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_what_the_step_sets_in_layers_is_set_on_all_ranks(schedule: str) -> None:
-    """Under 1F1B each batch waits, else from the second one on."""
-    metrics, scales = set_layers(0, None, schedule)
-    for found in processes.run_trainers(set_layers, 2, timeout=60, devices=2, schedule=schedule):
+def test_what_the_step_sets_in_layers_is_set_on_all_ranks(two: Two) -> None:
+    metrics, scales = set_layers(0, None)
+    for found in two["set"]:
         assert found[0] == pytest.approx(metrics, rel=1e-9)
         assert found[1] == pytest.approx(scales, rel=1e-9)

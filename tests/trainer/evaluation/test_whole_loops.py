@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support import oracle, processes
 from tests.support.evaluated_modules import SIZE, WIDTH, Evaluated, Rows, Steps, loader
+from tests.support.pairs import asked, slow_but
 from tests.support.trainer_runs import QUIET, quiet
 from tests.trainer.evaluation.test_stream import schedule
 
@@ -77,10 +79,6 @@ def trainer_for(devices: int | None, name: str, callbacks: list[L.Callback], **o
     )
 
 
-LIMITS = (1, 7)
-"""Of batches; in fast tests one between them."""
-
-
 def loops(process: int, devices: int | None, name: str, folder: Path, limits: Sequence[int]) -> dict[str, Any]:
     """What each loop has shown to those who look at it."""
     L.seed_everything(7, verbose=False)
@@ -136,28 +134,6 @@ def assert_equal(ours: Any, theirs: Any) -> None:
         assert ours == (pytest.approx(theirs, rel=1e-9) if isinstance(theirs, float) else theirs)
 
 
-def check(name: str, folder: Path, limits: Sequence[int] = LIMITS) -> None:
-    expected = loops(0, None, name, folder / "one", limits)
-    options = {"name": name, "folder": folder / "several", "limits": limits}
-    several = processes.run_trainers(loops, 2, timeout=100, devices=2, **options)
-    assert all(expected[what, limit] == limit * SIZE for limit in limits for what in ("validate", "test", "predict"))
-    for found in several:
-        assert_equal(found, expected)
-
-
-@pytest.mark.feature("Callbacks", "BasePredictionWriter", "works")
-@pytest.mark.timeout(120)
-def test_loops_of_a_bidirectional_schedule_are_those_of_one_device(tmp_path: Path) -> None:
-    check("gems", tmp_path, limits=(3,))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize("name", ["1f1b", "chimera", "dualpipe", "dualpipev", "interleaved", "zero_bubble_v"])
-def test_loops_of_other_schedules_are_those_of_one_device(tmp_path: Path, name: str) -> None:
-    check(name, tmp_path)
-
-
 class CountsBatches(Trained):
     """Computes with what it counts, but for the sanity check, which counts nothing."""
 
@@ -177,8 +153,37 @@ def sanity(process: int, devices: int | None) -> dict[str, Any]:
     return oracle.numbers(trainer.callback_metrics)
 
 
-@pytest.mark.timeout(60)
-def test_a_sanity_check_does_not_show_what_validations_change() -> None:
+FAST = "gems"
+NAMES = [FAST, "1f1b", "chimera", "dualpipe", "dualpipev", "interleaved", "zero_bubble_v"]
+
+
+def limits_of(name: str) -> Sequence[int]:
+    """Of batches; in the fast test one between them."""
+    return (3,) if name == FAST else (1, 7)
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks have."""
+    calls: dict[str, Any] = {"sanity": partial(sanity, devices=2)}
+    for name in asked(request, "name"):
+        options = {"devices": 2, "name": name, "folder": tmp_path_factory.mktemp(name), "limits": limits_of(name)}
+        calls[name] = partial(loops, **options)
+    return processes.in_turn(calls, 2)
+
+
+@pytest.mark.feature("Callbacks", "BasePredictionWriter", "works")
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", slow_but(NAMES, FAST))
+def test_loops_of_all_schedules_are_those_of_one_device(name: str, tmp_path: Path, found: dict[str, list[Any]]) -> None:
+    limits = limits_of(name)
+    expected = loops(0, None, name, tmp_path, limits)
+    assert all(expected[what, limit] == limit * SIZE for limit in limits for what in ("validate", "test", "predict"))
+    for each in found[name]:
+        assert_equal(each, expected)
+
+
+def test_a_sanity_check_does_not_show_what_validations_change(found: dict[str, list[Any]]) -> None:
     expected = sanity(0, None)
-    for found in processes.run_trainers(sanity, 2, timeout=40, devices=2):
-        assert_equal(found, expected)
+    for each in found["sanity"]:
+        assert_equal(each, expected)
