@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from tests.faults.catalogue import Fault
 from tests.faults.files import damaged, prepare
+from tests.support.processes import forkserver
 
 _MARK = "LIGHTNING_PIPE_FAULT"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -100,8 +103,42 @@ class Ended:
         return found
 
 
-def run(fault: Fault) -> Ended:
-    """Run the script with a fault; nothing of it is left afterwards."""
+class Copy:
+    """Process 0 as a copy of one that has the libraries, on whose import a fresh one spends ten seconds."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        self._process = forkserver().Process(target=_script, args=(words, environment), daemon=False)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """As that of `subprocess.Popen`; so are the methods."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _script(words: list[str], environment: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(words[0])
+    sys.argv[1:] = words
+    try:
+        runpy.run_module("tests.faults.script", run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
+
+
+def run(fault: Fault, *, copied: bool = False) -> Ended:
+    """Run the script with a fault; nothing of it is left afterwards. ``copied``: process 0 is a `Copy`."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of the campaign
     with tempfile.TemporaryDirectory(prefix="lightning-pipe-fault-") as name:
         folder, mark = Path(name), uuid.uuid4().hex
@@ -114,18 +151,20 @@ def run(fault: Fault) -> Ended:
         words = {"kind": fault.kind, "phase": fault.phase, "process": fault.process, "processes": fault.processes}
         options = json.dumps({**words, "timeout": fault.timeout, **fault.options})
         command = [sys.executable, "-m", "tests.faults.script", name, options]
-        first = subprocess.Popen(command, env=environment, cwd=name, start_new_session=True, stdin=subprocess.DEVNULL)
+        fresh = {"env": environment, "cwd": name, "start_new_session": True, "stdin": subprocess.DEVNULL}
+        first = Copy(command[3:], environment) if copied else subprocess.Popen(command, **fresh)  # type: ignore[call-overload]
         try:
             return _watch(fault, first, folder, mark)
         finally:
             for pid in _marked(mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            first.kill()
             first.wait()
             _reap(folder)
 
 
-def _watch(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str) -> Ended:
+def _watch(fault: Fault, first: subprocess.Popen[bytes] | Copy, folder: Path, mark: str) -> Ended:
     _wait(fault, first, folder, mark)
     happened = _moment(folder)
     ended = Ended(fault, None if happened is None else time.time() - happened)
@@ -134,6 +173,7 @@ def _watch(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str
     for pid in _marked(mark):
         os.kill(pid, signal.SIGKILL)
     alive_first = first.returncode is None
+    first.kill()
     first.wait()
     deadline = time.time() + 2.0
     while time.time() < deadline and any(os.path.exists(f"/proc/{pid}") for pid in pids):
@@ -150,7 +190,7 @@ def _watch(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str
     return ended
 
 
-def _wait(fault: Fault, first: subprocess.Popen[bytes], folder: Path, mark: str) -> None:
+def _wait(fault: Fault, first: subprocess.Popen[bytes] | Copy, folder: Path, mark: str) -> None:
     """Return when all processes have ended, or have had the time for it."""
     start = time.time()
     over: float | None = None

@@ -11,7 +11,7 @@ from tests.faults.catalogue import Fault, catalogue
 from tests.faults.running import run
 
 FAST = ("interrupt@middle:1",)
-"""A real run of several processes; tests of the launcher, of stopping and of meetings cover other kinds quickly."""
+"""A run whose first process starts another one; tests of launcher, stops and meetings cover other kinds quickly."""
 
 
 @pytest.mark.timeout(400)
@@ -19,7 +19,7 @@ FAST = ("interrupt@middle:1",)
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in catalogue()]
 )
 def test_a_run_with_a_fault_ends_as_it_should(name: str) -> None:
-    ended = run(catalogue()[name])
+    ended = run(catalogue()[name], copied=name in FAST)
     assert not ended.problems(), f"{line(ended)}\n{printed(ended)}"
 
 
