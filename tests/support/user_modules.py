@@ -86,17 +86,6 @@ class OneType(Lit):
         return super().training_step(batch, batch_idx)
 
 
-class RecurrentHead(Lit):
-    """Has a recurrent network outside the layers, whose weights lie in one piece of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(super().forward(x).unsqueeze(1).repeat(1, 2, 1))[1][0][-1]
-
-
 class TwoTrainingSets(Lit):
     """Joins the batches of two loaders."""
 
@@ -174,21 +163,6 @@ class Thawed(Lit):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-
-
-class Normalised(Lit):
-    """Has batch norm in the layers and behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[1] = nn.BatchNorm1d(16)
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(super().forward(x))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class SeveralHooks(Lit):

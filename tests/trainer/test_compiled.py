@@ -30,13 +30,6 @@ class CompiledInSetup(Blocks):
             block.compile(backend="eager")
 
 
-class CompiledBefore(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.model:
-            block.compile(backend="eager")
-
-
 class Wrapped(Blocks):
     """Has what ``torch.compile`` makes of layers, whose attributes are set in the layer inside."""
 
@@ -71,7 +64,6 @@ def fit(module: L.LightningModule, strategy: Any) -> dict[str, torch.Tensor]:
     ("kind", "layers"),
     [
         (CompiledInSetup, "model"),
-        (CompiledBefore, "model"),
         (Wrapped, None),
         (CompiledStep, "model"),
         (CompiledWhole, None),

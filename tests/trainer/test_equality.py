@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 
-from lightning_pipe import schedules
 from lightning_pipe.config import RankOrder
-from lightning_pipe.schedules import GEMS, Action, Chimera, DualPipe, DualPipeV, Family, Kind, ZeroBubble
-from tests.schedules.test_torch import rows
+from lightning_pipe.schedules import GEMS, Chimera, DualPipe, DualPipeV, Family, ZeroBubble
 from tests.support import oracle
 from tests.support.model_zoo import MAIN, SMALL, ZOO, Entry
 from tests.support.oracle import Trace
@@ -29,7 +25,7 @@ class Point:
     """One configuration of the Trainer.
 
     Args:
-        schedule: name of the family, the family, or the path of a file.
+        schedule: name of the family, or the family.
         stages: number of stages.
         micro_batches: per batch.
         ranks: processes of a pipeline.
@@ -92,14 +88,11 @@ FAST: list[tuple[Point, list[Entry]]] = [
 ]
 """The engine's tests run a file of torch's, and those of the pages a schedule of one's own."""
 SLOW: list[tuple[Point, list[Entry]]] = [
-    (Point("of torch", stages=4, micro_batches=4, steps=2), THREE[:1]),
-    (Point("of one's own", micro_batches=3, steps=2), THREE[:1]),
     (Point("interleaved", stages=4, micro_batches=3, steps=2), MAIN),
     (Point("gpipe", micro_batches=8, steps=2), MAIN),
     (Point("1f1b", stages=4, ranks=1), MAIN),
     *((POINT, entries) for entries in EVERY_THIRD),
     (Point(Chimera(), stages=2, micro_batches=2), THREE),
-    (Point("of torch", stages=4, micro_batches=4), THREE[1:2]),
     *(
         (point, THREE)
         for point in (
@@ -123,39 +116,19 @@ SLOW: list[tuple[Point, list[Entry]]] = [
 CASES = [*FAST, *SLOW]
 
 
-def schedule(name: str | Family, path: Path) -> str | Family:
-    """One that torch has written, one of one's own as the README registers it, or the family itself."""
-    if name == "of torch":
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows(rows("ZBVZeroBubble", 2, 4))
-        return str(path)
-    if name == "of one's own":
-
-        @schedules.register("gpipe_in_order")
-        def gpipe_in_order(ranks: int, micro_batches: int) -> list[list[Action]]:
-            return [
-                [Action(kind, rank, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in range(micro_batches)]
-                for rank in range(ranks)
-            ]
-
-        return "gpipe_in_order"
-    return name
-
-
-def train(process: int, name: str, point: Point, folder: Path) -> Trace:
+def train(process: int, name: str, point: Point) -> Trace:
     """What one process runs of a model."""
     from lightning_pipe import PipeStrategy
 
     entry = ZOO[name]
     quiet()
     L.seed_everything(7, verbose=False)
-    options = {**point.strategy, "schedule": schedule(point.schedule, folder / f"{process}.csv")}
     return oracle.fit(
         entry.build(),
         point.batches(entry, point.replica(process)),
         point.accumulate,
         validation=entry.batches(2),
-        strategy=PipeStrategy(layers=entry.layers, **options),
+        strategy=PipeStrategy(layers=entry.layers, **point.strategy),
         devices=point.ranks * point.replicas,
         num_sanity_val_steps=0,
         # Lightning's own sampler would shuffle
@@ -163,9 +136,9 @@ def train(process: int, name: str, point: Point, folder: Path) -> Trace:
     )
 
 
-def train_all(process: int, numbers: list[int], folder: Path) -> dict[int, list[Trace]]:
+def train_all(process: int, numbers: list[int]) -> dict[int, list[Trace]]:
     """Every model of some cases with a Trainer of its own."""
-    return {n: [train(process, entry.name, CASES[n][0], folder) for entry in CASES[n][1]] for n in numbers}
+    return {n: [train(process, entry.name, CASES[n][0]) for entry in CASES[n][1]] for n in numbers}
 
 
 @cache
@@ -178,13 +151,12 @@ def expected(entry: Entry, point: Point, replica: int) -> Trace:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+def trained(request: pytest.FixtureRequest) -> dict[int, Any]:
     """By case what each process leaves, of all that were asked for, from one world of each size."""
     found = {}
     for size in (1, 2, 4):
         numbers = [n for n in asked(request, "number") if CASES[n][0].ranks * CASES[n][0].replicas == size]
-        options = {"numbers": numbers, "folder": tmp_path_factory.mktemp(str(size))}
-        world = run_trainers(train_all, size, timeout=40 + 60 * len(numbers), **options) if numbers else ()
+        world = run_trainers(train_all, size, timeout=40 + 60 * len(numbers), numbers=numbers) if numbers else ()
         found |= {n: [of_process[n] for of_process in world] for n in numbers}
     return found
 

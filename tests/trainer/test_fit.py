@@ -68,8 +68,7 @@ FEATURES: dict[str, list[tuple[str, str]]] = {
 
 
 SLOW = {
-    *("micro_batches", "auto_micro_batches", "interleaved", "several_stages", "recomputed", "two_loss_ranks"),
-    *("setup", "head_in_setup", "recurrent_head", "normalised_averaging", "double"),
+    *("micro_batches", "interleaved", "recomputed", "two_loss_ranks", "setup", "head_in_setup", "double"),
     *("accumulated", "clipped", "frozen", "averaged", "early_stopping"),
 }
 """What others prove among the fast tests.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_pipe import PipeStrategy
 from tests.support.processes import in_turn
 from tests.support.state_programs import BATCH, Base
-from tests.support.state_programs_layers import Counting, CountingLayers, LayersKeep, StateOfLayersReset
+from tests.support.state_programs_layers import Counting, CountingLayers, StateOfLayersReset
 from tests.support.trainer_runs import QUIET, quiet
 
 
@@ -58,24 +58,16 @@ def found(process: int, devices: int | None, model: type[Base], **options: Any) 
 
 
 CASES: list[tuple[type[Base], dict[str, Any]]] = [
-    (LayersKeep, {"micro_batches": 2}),
-    (StateOfLayersReset, {"stream_evaluation": False}),
     (StateOfLayersReset, {"micro_batches": 1, "schedule": "dualpipev"}),
     # where activations are computed again, too
     (LooksInItsStage, {"micro_batches": 2, "recompute": "always"}),
 ]
 
 
-@pytest.mark.parametrize("numbers", [[2, 3], pytest.param([0, 1], marks=pytest.mark.slow)])
-def test_what_layers_keep_equals_one_device(numbers: list[int]) -> None:
-    calls = {number: partial(found, devices=2, model=CASES[number][0], **CASES[number][1]) for number in numbers}
-    for number, ranks in in_turn(calls, 2).items():
-        model, options = CASES[number]
-        plain = found(0, None, model, micro_batches=options.get("micro_batches", 1))
-        for values in ranks:
-            assert values == pytest.approx(plain, rel=1e-9), CASES[number]
-
-
-def test_one_rank_keeps_what_one_device_keeps() -> None:
-    plain = found(0, None, LayersKeep, micro_batches=2)
-    assert found(0, 1, LayersKeep, micro_batches=2, stages=2) == pytest.approx(plain, rel=1e-9)
+def test_what_layers_keep_equals_one_device() -> None:
+    calls = {model: partial(found, devices=2, model=model, **options) for model, options in CASES}
+    ranks = in_turn(calls, 2)
+    for model, options in CASES:
+        plain = found(0, None, model, micro_batches=options["micro_batches"])
+        for values in ranks[model]:
+            assert values == pytest.approx(plain, rel=1e-9), model

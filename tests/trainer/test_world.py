@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_pipe.trainer.world import World
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit, dataset
-from tests.support.pairs import asked, slow_but
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
 from tests.support.user_modules import OwnSGD
@@ -93,7 +92,7 @@ def indices(replica: int) -> list[list[int]]:
     return found
 
 
-def replicas(process: int, accumulations: list[int]) -> dict[str, Any]:
+def replicas(process: int) -> dict[str, Any]:
     from lightning_pipe import PipeStrategy
 
     two = {"data_parallel_size": 2, "micro_batches": 2}
@@ -101,20 +100,9 @@ def replicas(process: int, accumulations: list[int]) -> dict[str, Any]:
     uneven = AllSGD().double()
     runner.fit(uneven, datamodule=Uneven())
     two["compare_losses"] = False  # as has been done in the run before
-    same: dict[int, oracle.Trace] = {}
-    for accumulate in accumulations:
-        schedule = SCHEDULES[accumulate]
-        runner = trainer(
-            PipeStrategy(schedule, **two),
-            4,
-            use_distributed_sampler=False,
-            limit_val_batches=0,
-            accumulate_grad_batches=accumulate,
-        )
-        twice = AllSGD().double()
-        twice.counts = schedule == "1f1b"
-        runner.fit(twice, datamodule=Ordered())
-        same[accumulate] = oracle.Trace(weights=oracle.state_of(twice))
+    options = {"use_distributed_sampler": False, "limit_val_batches": 0, "accumulate_grad_batches": 2}
+    runner, twice = trainer(PipeStrategy(**two), 4, **options), AllSGD().double()
+    runner.fit(twice, datamodule=Ordered())
     runner = trainer(PipeStrategy(**two), 4)
     logged = Replicated().double()
     runner.fit(logged, datamodule=Data())
@@ -122,20 +110,16 @@ def replicas(process: int, accumulations: list[int]) -> dict[str, Any]:
     strategy = runner.strategy
     return {
         "weights": oracle.state_of(uneven),
-        "same": same,
+        "same": oracle.Trace(weights=oracle.state_of(twice)),
         "metrics": oracle.numbers(runner.callback_metrics),
         "sampler": (type(sampler), sampler.num_replicas, sampler.rank),
         "sizes": (strategy.pipeline_parallel_size, strategy.data_parallel_size, strategy.data_parallel_rank),
     }
 
 
-SCHEDULES = {2: "1f1b", 3: "chimera"}
-"""By the number of accumulated batches."""
-
-
 @pytest.fixture(scope="module")
-def four(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_trainers(replicas, 4, timeout=60, accumulations=asked(request, "accumulate"))
+def four() -> list[dict[str, Any]]:
+    return run_trainers(replicas, 4, timeout=60)
 
 
 @pytest.mark.feature(
@@ -158,15 +142,14 @@ def test_replicas_with_unequal_batches_are_weighted_by_samples(four: list[dict[s
         )
 
 
-@pytest.mark.parametrize("accumulate", slow_but(SCHEDULES, 2))
-def test_accumulated_gradients_are_reduced_once(accumulate: int, four: list[dict[str, Any]]) -> None:
+def test_accumulated_gradients_are_reduced_once(four: list[dict[str, Any]]) -> None:
     """Two replicas that see the same batches do what one does."""
-    runner = trainer("auto", accumulate_grad_batches=accumulate)
+    runner = trainer("auto", accumulate_grad_batches=2)
     plain = AllSGD().double()
     runner.fit(plain, datamodule=Ordered())
     for found in four:
-        found["same"][accumulate].weights["steps"] = plain.steps
-        oracle.assert_equal(found["same"][accumulate], oracle.Trace(weights=oracle.state_of(plain)))
+        found["same"].weights["steps"] = plain.steps
+        oracle.assert_equal(found["same"], oracle.Trace(weights=oracle.state_of(plain)))
 
 
 @pytest.mark.feature("Trainer arguments", "use_distributed_sampler", "works", "divides over replicas alone")

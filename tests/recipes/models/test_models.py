@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.partition import find_layers
 from recipes.models import (
     AmoebaNet,
     GPipeTransformer,
@@ -53,26 +52,6 @@ def test_forward_and_backward(
     assert output.shape == shape
     output.square().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("make", "path", "number"),
-    [
-        (partial(AmoebaNet, "d", 18, 64), "layers", 24),
-        (partial(AmoebaNet, "d", 18, 208, auxiliary_for=224), "layers", 24),
-        (partial(gpt2, layers=24, tied=False), "transformer.h", 24),
-        (partial(bert, layers=24), "bert.encoder.layer", 24),
-        (partial(GPipeTransformer, 13), "layers", 13),
-        (partial(NMTTransformer, 6, 8192, 16), "layers", 12),
-        (resnet101, "", 40),
-        (partial(UNet, 5, 64), "layers", 231),
-    ],
-)
-def test_the_layers_are_one_clear_sequence(make: Callable[[], nn.Module], path: str, number: int) -> None:
-    with torch.device("meta"):
-        layers = find_layers(make())
-    assert len(layers) == number
-    assert all(name.startswith(path) for name, _ in layers)
 
 
 # ------------------------------------------------------------------ AmoebaNet

@@ -55,11 +55,6 @@ def in_two(process: int, path: Path) -> dict[str, oracle.Trace]:
     return traces
 
 
-def averaged(process: int, path: Path) -> oracle.Trace:
-    run(2, save=path / "averaged", averaged=True, save_distributed_checkpoint=True)
-    return run(2, resume=path / "averaged" / "epoch=0.ckpt", averaged=True)
-
-
 def consolidated_once(process: int, path: Path) -> Path:
     """One process makes a file of a folder."""
     target = path / "first.ckpt"
@@ -126,22 +121,6 @@ def test_optimizers_that_keep_nothing(number: int, path: Path, two: list[dict[st
     trainer = L.Trainer(accelerator="cpu", max_epochs=3, limit_val_batches=0, **QUIET)
     trainer.fit(module, Data(16), ckpt_path=path / f"bare{number}.ckpt", weights_only=False)
     assert trainer.current_epoch == 3
-
-
-@pytest.mark.slow
-def test_averaged_weights_are_in_the_folder(path: Path) -> None:
-    traces = run_trainers(averaged, 2, timeout=90, path=path)
-    run(None, save=path / "averaged_plain", averaged=True)
-    ours = consolidate(path / "averaged" / "epoch=0.ckpt", path / "averaged.ckpt")
-    theirs = torch.load(path / "averaged_plain" / "epoch=0.ckpt", weights_only=True)
-    for part in ("state_dict", "current_model_state"):
-        assert ours[part].keys() == theirs[part].keys()
-        for name, value in theirs[part].items():
-            torch.testing.assert_close(ours[part][name], value)
-    assert_same(ours["averaging_state"], theirs["averaging_state"])
-    resumed = run(None, resume=path / "averaged_plain" / "epoch=0.ckpt", averaged=True)
-    for trace in traces:
-        oracle.assert_equal(trace, resumed)
 
 
 def test_weights_are_loaded_by_name(path: Path, two: list[dict[str, oracle.Trace]]) -> None:

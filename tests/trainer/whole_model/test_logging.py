@@ -68,11 +68,6 @@ def test_reductions(reduction: Any, expected: float) -> None:
     assert results(recorded(calls), [2, 2]) == {"x": expected}
 
 
-def test_mean_is_weighted_by_samples() -> None:
-    calls = [[("x", 1.0, {})], [("x", 4.0, {})]]
-    assert results(recorded(calls), [3, 1]) == {"x": 1.75}
-
-
 def test_batch_size_given_by_the_user_is_the_weight() -> None:
     calls = [[("x", 1.0, {"batch_size": 1})], [("x", 4.0, {"batch_size": 2})]]
     (merged,) = merge(recorded(calls), [10, 10])
