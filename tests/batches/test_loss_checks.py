@@ -108,15 +108,6 @@ class Slight(Mixing):
         return x + self.share * x.mean(0)
 
 
-class Highest(Mixing):
-    """Keeps what is highest in the mean over the samples, in training alone, behind dropout."""
-
-    def between(self, x: Tensor) -> Tensor:
-        means = x.mean(0)
-        x = F.dropout(x, 0.2, self.training)
-        return x * (means >= means.median()) if self.training else x
-
-
 class Late(Centred):
     """Does so in its fourth batch."""
 
@@ -143,9 +134,9 @@ def test_what_is_not_finite_for_one_sample_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("module", "dtype"),
-    pairs([Slight, Highest, Late], [torch.float32, torch.float64], lambda module, dtype: module == dtype + 1),
+    pairs([Slight, Late], [torch.float32, torch.float64], lambda module, dtype: module == dtype + 1),
 )  # the first: below
-def test_what_is_little_or_in_training_alone_or_late_is_told(module: type[Mixing], dtype: torch.dtype) -> None:
+def test_what_is_little_or_late_is_told(module: type[Mixing], dtype: torch.dtype) -> None:
     assert len(fit(module(dtype), [batch(dtype)] * (4 if module is Late else 1), layers="layers", message=MESSAGE)) == 1
 
 

@@ -39,12 +39,6 @@ def test_every_experiment_has_a_page_that_the_index_links() -> None:
     assert "(recipes/README.md)" in (ROOT / "README.md").read_text()
 
 
-def test_the_pictures_of_the_pages_are_there() -> None:
-    shown = [(page, name) for page in PAGES for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())]
-    assert shown
-    assert [(page, name) for page, name in shown if not (page.parent / name).is_file()] == []
-
-
 # Other tests compose every experiment with every value of these.
 COMPOSED = {"experiment", "size", "pipe", "trainer", "debug", "trainer.devices"}
 # What is installed with the extras.

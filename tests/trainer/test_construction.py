@@ -84,12 +84,13 @@ class BuiltLater(Lit):
 
 
 class Watch(L.Callback):
-    """Notes the values at the beginning, and those that each process has ever made."""
+    """Notes the values that this process has at a hook."""
 
-    def __init__(self) -> None:
+    def __init__(self, hook: str = "on_fit_start") -> None:
         self.values: dict[str, Tensor] = {}
+        setattr(self, hook, self.note)
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def note(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(trainer.strategy, PipeStrategy):
             assert not any(is_deferred(tensor) for _, tensor in named_tensors(pl_module))
         self.values = {

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
-from tests.support.processes import outcomes
+from tests.support.pairs import slow_but
+from tests.support.processes import run_trainers
+from tests.support.trainer_runs import QUIET
 
 COMMON = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LAYERS = {"gpt2": "net.transformer.h", "llama": "net.model.layers", "t5": ["net.encoder.block", "net.decoder.block"]}
@@ -129,63 +131,43 @@ class Decodes(Generates):
         return [*found, self.net.generate(**every, do_sample=True, num_return_sequences=2)]
 
 
-def predicted(process: int, devices: int, kind: type[Generates] = Static) -> list[Any]:
-    rows = torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(1))
+def rows() -> DataLoader[Tensor]:
+    return DataLoader(torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+def tokens(trainer: L.Trainer, module: Generates) -> list[Any]:
+    return [[each.tolist() for each in batch] for batch in trainer.predict(module, rows()) or ()]
+
+
+def predicted(process: int, devices: int, kind: type[Generates]) -> list[Any]:
     strategy: Any = PipeStrategy(layers=LAYERS["llama"]) if devices > 1 else "auto"
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, enable_model_summary=False, **quiet)
-    return [
-        [each.tolist() for each in batch]
-        for batch in trainer.predict(kind("llama"), DataLoader(rows, batch_size=2)) or ()
-    ]
+    return tokens(L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **QUIET), kind("llama"))
 
 
 @pytest.mark.slow
-def test_a_static_cache_gives_the_tokens_of_one_device() -> None:
-    expected = predicted(0, 1)
-    for each in outcomes(predicted, 2, timeout=100, devices=2):
-        assert each.error is None, each.error
-        assert each.value == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_rarer_ways_of_decoding_give_the_tokens_of_one_device(ranks: int) -> None:
-    expected = predicted(0, 1, Decodes)
-    for each in outcomes(predicted, ranks, timeout=80, devices=ranks, kind=Decodes):
-        assert each.error is None, each.error
-        assert each.value == expected
+@pytest.mark.parametrize(("kind", "ranks"), [(Static, 2), (Decodes, 2), (Decodes, 4)])
+def test_a_static_cache_and_rarer_ways_of_decoding_give_the_tokens_of_one_device(
+    kind: type[Generates], ranks: int
+) -> None:
+    assert run_trainers(predicted, ranks, timeout=100, devices=ranks, kind=kind) == [predicted(0, 1, kind)] * ranks
 
 
 def generate(process: int, kind: str, devices: int, fits: bool = False, plain: bool = False) -> Any:
     """What validation logs and keeps, and what prediction returns."""
-    rows = torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(1))
-    data, module = DataLoader(rows, batch_size=2), Generates(kind)
-    options: Any = (
-        {} if plain else {"strategy": PipeStrategy(layers=LAYERS[kind], micro_batches=2, compare_losses=False)}
-    )
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, enable_model_summary=False, max_epochs=1, **quiet, **options
-    )
+    module = Generates(kind)
+    strategy: Any = "auto" if plain else PipeStrategy(layers=LAYERS[kind], micro_batches=2, compare_losses=False)
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **QUIET)
     if fits:  # from its first batch on the ranks hold what they use
-        trainer.fit(module, data)
-    trainer.validate(module, data, verbose=False)
-    logged = float(trainer.callback_metrics["sum"])
-    predicted = trainer.predict(module, data)
-    return logged, module.lengths, [[each.tolist() for each in batch] for batch in predicted or ()]
+        trainer.fit(module, rows())
+    trainer.validate(module, rows(), verbose=False)
+    return float(trainer.callback_metrics["sum"]), module.lengths, tokens(trainer, module)
 
 
-FAST = [("gpt2", 2, True)]
-SLOW = [(kind, ranks, fits) for kind in LAYERS for ranks in (2, 4) for fits in (False, True)]
+CASES = [(kind, ranks, fits) for kind in LAYERS for ranks in (2, 4) for fits in (False, True)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "fits"), FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST]
-)
+@pytest.mark.parametrize(("kind", "ranks", "fits"), slow_but(CASES, ("gpt2", 2, True)))
 def test_the_tokens_are_those_of_one_device(kind: str, ranks: int, fits: bool) -> None:
     expected = generate(0, kind, 1, fits, plain=True)
     assert expected[2][0][0] != expected[2][0][2]  # sampling makes a difference
-    for each in outcomes(generate, ranks, timeout=60, kind=kind, devices=ranks, fits=fits):
-        assert each.error is None, each.error
-        assert each.value == expected
+    assert run_trainers(generate, ranks, timeout=60, kind=kind, devices=ranks, fits=fits) == [expected] * ranks

@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.parameters.ownership import named_tensors
 from tests.support.processes import run_trainers
 from tests.support.trainer_runs import QUIET, quiet
+from tests.trainer.test_construction import Watch
 
 WIDTH = 80
 
@@ -62,23 +61,9 @@ class BuiltLater(Lit):
             self.embed, self.layers, self.head = made.embed, made.layers, made.head
 
 
-class Watch(L.Callback):
-    """Notes the values before the first batch."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.values = {
-            name: tensor.detach().clone()
-            for name, tensor in named_tensors(pl_module)
-            if not isinstance(tensor, AbsentTensor)
-        }
-
-
 def fit(devices: int, path: Path | None = None, save: Path | None = None, *, later: bool = False) -> dict[str, Tensor]:
     quiet()
-    watch = Watch()
+    watch = Watch("on_train_start")
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,

@@ -71,22 +71,30 @@ def one_device() -> dict[str, Tensor]:
     return {name: value for name, value in trained("auto", 1, 1)[1].items() if name.endswith(("weight", "bias"))}
 
 
-def assert_same(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+def lists(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """As torchrun's agent can pass them on."""
+    return {name: value.tolist() for name, value in weights.items()}
+
+
+def assert_same(found: dict[str, Any], truth: dict[str, Tensor]) -> None:
     for name, value in truth.items():
-        assert torch.allclose(found[name].double(), value.double(), rtol=1e-9, atol=1e-9), name
+        own = torch.tensor(found[name], dtype=torch.float64)
+        assert torch.allclose(own, value.double(), rtol=1e-9, atol=1e-9), name
 
 
 # ------------------------------------------------------------------ equality
 
 
-def fit_on_nodes(rank_order: RankOrder) -> tuple[int, int, dict[str, Any]]:
-    """A worker: which replica and rank it is, the weights, and its place."""
+def fit_on_nodes(
+    rank_order: RankOrder, model: type[L.LightningModule] = Ordered
+) -> tuple[int, int, int, dict[str, Any]]:
+    """A worker: which replica and rank it is, with how many others it shares memory, and the weights."""
     from lightning_pipe import PipeStrategy
 
     strategy = PipeStrategy(**TWO_BY_TWO, compare_losses=False, rank_order=rank_order)
-    trainer, weights = trained(strategy, devices=2, nodes=2)
+    trainer, weights = trained(strategy, devices=2, nodes=2, model=model)
     transport = trainer.strategy.world.transport  # type: ignore[attr-defined]
-    return transport.replica, transport.rank, {name: value.tolist() for name, value in weights.items()}
+    return transport.replica, transport.rank, len(transport._local), lists(weights)
 
 
 @pytest.mark.feature("Trainer arguments", "num_nodes", "works", "with torchrun")
@@ -101,7 +109,7 @@ def test_both_orders_of_ranks_train_as_one_device(rank_order: RankOrder, capfd: 
             number if rank_order == "pipeline" else 1 - number
         }
         for *_, weights in node.values():
-            assert_same({name: torch.tensor(value, dtype=torch.float64) for name, value in weights.items()}, truth)
+            assert_same(weights, truth)
     printed = " ".join(capfd.readouterr().out.split())
     assert "Nodes node 0 has ranks 0, 1; node 1 has ranks 2, 3" in printed
 
@@ -116,28 +124,18 @@ class Wide(Ordered):
         super().__init__(width=192)
 
 
-def fit_wide(rank_order: RankOrder) -> dict[str, Any]:
-    """A worker on a host of its own: whether memory is shared, and the weights."""
-    from lightning_pipe import PipeStrategy
-
-    strategy = PipeStrategy(**TWO_BY_TWO, compare_losses=False, rank_order=rank_order)
-    trainer, weights = trained(strategy, 2, 2, model=Wide)
-    shared = trainer.strategy.world.transport._local  # type: ignore[attr-defined]
-    return {"shared": len(shared), "weights": {name: value.tolist() for name, value in weights.items()}}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rank_order", get_args(RankOrder))
 def test_over_a_network_both_orders_train_as_one_device(rank_order: RankOrder) -> None:
     if reason := hosts.why_not():
         pytest.skip(reason)
     with hosts.joined() as ends:
-        found = run_nodes(fit_wide, rank_order, per_node=2, timeout=60, hosts=ends)
+        found = run_nodes(fit_on_nodes, rank_order, Wide, per_node=2, timeout=60, hosts=ends)
     truth = {name: value for name, value in trained("auto", 1, 1, model=Wide)[1].items() if name.endswith("weight")}
     for node in found:
-        for result in node.values():
-            assert result["shared"] == 1  # the other process of this host
-            assert_same({n: torch.tensor(v, dtype=torch.float64) for n, v in result["weights"].items()}, truth)
+        for *_, shared, weights in node.values():
+            assert shared == 1  # the other process of this host
+            assert_same(weights, truth)
 
 
 # ------------------------------------------------------------------ restarts
@@ -162,7 +160,7 @@ def fit_again(folder: str) -> tuple[int, dict[str, Any]]:
             begun.append(trainer.global_step)
 
     _, weights = trained(PipeStrategy(micro_batches=2), 1, 2, Path(folder), DiesOnce(), Begun())
-    return begun[0], {name: value.tolist() for name, value in weights.items()}
+    return begun[0], lists(weights)
 
 
 @pytest.mark.slow
@@ -173,7 +171,7 @@ def test_a_run_whose_worker_dies_is_resumed_from_the_last_checkpoint(tmp_path: P
     for node in found:
         for begun, weights in node.values():
             assert begun == BATCHES
-            assert_same({name: torch.tensor(value, dtype=torch.float64) for name, value in weights.items()}, truth)
+            assert_same(weights, truth)
 
 
 # ------------------------------------------------------------------ nodes that die

@@ -17,7 +17,6 @@ from lightning_pipe.transport.topology import Topology
 from tests.support import oracle
 from tests.support.checkpoint_runs import EPOCHS, of_four, of_two, run
 from tests.support.lit_modules import Lit
-from tests.support.pairs import asked, slow_but
 from tests.support.processes import in_turn
 from tests.support.threads import run_threads, thread_world
 
@@ -39,23 +38,14 @@ def averaged(folder: Path) -> oracle.Trace:
     return run(None, save=folder / "averaged_plain", averaged=True)
 
 
-SLOW = {"two_by_two", "folder_two_by_two", "from_plain"}
-"""Other ways between layouts are fast: from a file and from a folder to two ranks, also from the file of one device."""
-
-
-def runs(request: pytest.FixtureRequest, size: int, calls: dict[str, Any]) -> Traces:
-    left = SLOW.difference(asked(request, "name"))
-    return in_turn({name: call for name, call in calls.items() if name not in left}, size)
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Traces:
+    return in_turn(of_four(folder), 4)
 
 
 @pytest.fixture(scope="module")
-def four(request: pytest.FixtureRequest, folder: Path, plain: oracle.Trace) -> Traces:
-    return runs(request, 4, of_four(folder))
-
-
-@pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest, folder: Path, four: Traces, averaged: oracle.Trace) -> Traces:
-    return runs(request, 2, of_two(folder))
+def two(folder: Path, four: Traces, averaged: oracle.Trace) -> Traces:
+    return in_turn(of_two(folder), 2)
 
 
 def assert_continues(found: oracle.Trace, unbroken: oracle.Trace) -> None:
@@ -74,12 +64,6 @@ def test_saving_changes_nothing(name: str, four: Traces, plain: oracle.Trace) ->
         oracle.assert_equal(trace, plain)
 
 
-@pytest.mark.parametrize("name", slow_but(["two_by_two", "folder_two_by_two", "from_plain"]))
-def test_four_processes_continue(name: str, four: Traces, plain: oracle.Trace) -> None:
-    for trace in four[name]:
-        assert_continues(trace, plain)
-
-
 @pytest.mark.feature("Checkpoints", "resuming on another number of ranks, with another schedule", "works")
 @pytest.mark.parametrize("name", ["two", "folder_two"])
 def test_two_processes_continue(name: str, two: Traces, plain: oracle.Trace) -> None:
@@ -95,7 +79,7 @@ def test_one_plain_device_continues(folder: Path, four: Traces, plain: oracle.Tr
 @pytest.mark.feature("Checkpoints", "one ordinary file of the whole model", "works")
 @pytest.mark.feature("Plugins", "TorchCheckpointIO", "works")
 @pytest.mark.parametrize("name", ["epoch=1.ckpt", "last.ckpt", "after.ckpt"])
-def test_the_file_is_that_of_one_device(name: str, folder: Path, four: Traces) -> None:
+def test_the_file_is_that_of_one_device(name: str, folder: Path, four: Traces, plain: oracle.Trace) -> None:
     ours = torch.load(folder / "four" / name, weights_only=False)
     theirs = torch.load(folder / "plain" / name, weights_only=False)
     assert list(ours) == list(theirs)

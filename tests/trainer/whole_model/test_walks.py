@@ -64,30 +64,11 @@ class NoisyGradients(Walks):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class PartlyTrained(NoisyGradients):
-    """Some weights are frozen until the second epoch."""
-
-    def on_train_epoch_start(self) -> None:
-        self.model[0].requires_grad_(self.current_epoch == 1)
-
-    def on_after_backward(self) -> None:
-        assert (self.model[0].weight.grad is not None) == (self.current_epoch == 1)
-        for weight in self.parameters():
-            if weight.grad is not None:
-                weight.grad += 0.1 * torch.randn_like(weight.grad)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        pass
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        pass
-
-
 CASES: dict[str, type[Walks]] = {
     kind.__name__: kind
     for kind in (
         *(Averaged, Teacher, TeacherByData, Dictionary, ListAverage),
-        *(Lists, KeepsBest, Swaps, Perturbed, NoisyGradients, PartlyTrained),
+        *(Lists, KeepsBest, Swaps, Perturbed, NoisyGradients),
     )
 }
 
