@@ -101,14 +101,6 @@ class Counts(Evaluated):
         return super().validation_step((x * self.seen, y), batch_idx)
 
 
-class Looks(Evaluated):
-    """Scales a batch by what the batch before it has logged."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        scale = float(self.trainer.callback_metrics.get("loss_step", 1.0))
-        return super().validation_step((batch[0] * scale, batch[1]), batch_idx)
-
-
 class Keeps(Evaluated):
     """Leaves something in attributes, which nothing reads before the layers but to see that it has not changed."""
 

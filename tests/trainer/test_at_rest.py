@@ -51,11 +51,11 @@ def trainer_of(devices: int | None, **options: Any) -> L.Trainer:
     return L.Trainer(accelerator="cpu", devices=devices or 1, strategy=strategy, max_epochs=1, **quiet)
 
 
-def several_runs(devices: int | None, folder: Path, kind: type[Lit] = Lit) -> dict[str, Any]:
+def several_runs(devices: int | None, folder: Path) -> dict[str, Any]:
     """Validate, fit, test and fit again with one module, then save it; and fit once more with another Trainer."""
     quiet()
     L.seed_everything(7, verbose=False)
-    module, data = kind().double(), Data(16)
+    module, data = Lit().double(), Data(16)
     found: dict[str, Any] = {}
     with gathered() as names:
         trainer = trainer_of(devices)

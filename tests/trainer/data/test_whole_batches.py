@@ -171,34 +171,3 @@ def test_a_later_batch_is_left_whole_too() -> None:
     found, _, _, told = fit(0, Contrastive(late=1), strategy=PipeStrategy(stages=2, layers="layers"))
     assert [each[0] for each in found] == pytest.approx([each[0] for each in logged], rel=1e-9)
     assert len(told) == 1
-
-
-class Fading(Counting):
-    """Moves a frozen weight of its own in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fade = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.fade.mul_(0.5)
-        return super().forward(x) * self.fade
-
-
-class Faded(Contrastive):
-    """Has layers that move frozen weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Fading() for _ in range(4)])
-
-
-def test_frozen_weights_that_layers_move_equal_one_device() -> None:
-    (found, _, state, _), (expected, _, weights, _) = (
-        fit(0, Faded(), strategy=strategy) for strategy in (PipeStrategy(stages=2, layers="layers"), "auto")
-    )
-    for one, other in zip(found, expected, strict=True):
-        assert one[:4] == pytest.approx(other[:4], rel=1e-9)
-    for name, value in weights.items():
-        torch.testing.assert_close(torch.tensor(state[name]), torch.tensor(value), rtol=1e-9, atol=1e-12)

@@ -26,7 +26,6 @@ from tests.support.evaluated_modules import (
     Hooked,
     Keeps,
     Large,
-    Looks,
     Moved,
     Rows,
     Samples,
@@ -50,11 +49,9 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
         {},
     ),
     "no_length": (Evaluated, lambda: DataLoader(Stream(), batch_size=SIZE), {}),
-    "limited": (Evaluated, loader, {"limit_val_batches": 3}),
     "counted": (Counts, loader, {}),
     "hooked": (Hooked, loader, {}),
     "moved": (Moved, loader, {}),
-    "looks": (Looks, loader, {}),
     "samples": (Samples, loader, {}),
     "alternates": (Alternates, loader, {}),
     "scaled": (Scales, loader, {}),
@@ -64,7 +61,7 @@ CASES: dict[str, tuple[Callable[[], Evaluated], Callable[[], Any], dict[str, Any
 }
 WAITING = {"hooked", "moved", "off", "unnamed_hooked"}
 """The cases that run batch by batch; all others stream."""
-DEPENDING = {"counted", "looks", "scaled"}
+DEPENDING = {"counted", "scaled"}
 """The cases that stream until stages see that a batch depends on an earlier one; the state contract has others."""
 
 

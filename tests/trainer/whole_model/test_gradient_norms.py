@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from lightning_pipe.errors import PipeError
 from tests.support import oracle
 from tests.support.lit_modules import FEATURES, Data
-from tests.support.processes import refusals, run_trainers
+from tests.support.processes import in_turn, refusals
 from tests.support.trainer_runs import QUIET, impatient, quiet
 
 PARTS: dict[str, Any] = {"micro_batches": 2, "compare_losses": False}
@@ -81,31 +82,22 @@ def fit(devices: int | None, **options: Any) -> tuple[list[float], oracle.Trace]
 
 CASES: dict[str, dict[str, Any]] = {
     "1f1b": {},
-    "chimera": {"schedule": "chimera"},
     "chimera_sharded": {"schedule": "chimera", "shard_optimizer": True},
-    "chimera_scattered": {"schedule": "chimera", "shard_optimizer": "gradients"},
-    "replicas": {"data_parallel_size": 2, "pipeline_parallel_size": 1},
     "replicas_scattered": {"data_parallel_size": 2, "pipeline_parallel_size": 1, "shard_optimizer": "gradients"},
 }
-
-
-def fit_all(process: int, names: Sequence[str]) -> dict[str, Any]:
-    return {name: fit(2, **CASES[name]) for name in names}
-
-
-OFTEN = ("1f1b", "chimera_sharded", "replicas_scattered")
 """Gradients on their ranks, summed over copies of stages and divided over replicas."""
 
 
-@pytest.mark.parametrize(
-    "names", [OFTEN, pytest.param([name for name in CASES if name not in OFTEN], marks=pytest.mark.slow)]
-)
-def test_norms_are_those_of_one_device(names: Sequence[str]) -> None:
+def test_norms_are_those_of_one_device() -> None:
     seen, truth = fit(None)
-    for process in run_trainers(fit_all, 2, timeout=60, names=names):
-        for name, (found, trace) in process.items():
+    for name, ranks in in_turn({name: partial(on_rank, name=name) for name in CASES}, 2).items():
+        for found, trace in ranks:
             assert found == pytest.approx(seen, rel=1e-7), name
             oracle.assert_equal(trace, truth)
+
+
+def on_rank(process: int, name: str) -> tuple[list[float], oracle.Trace]:
+    return fit(2, **CASES[name])
 
 
 class TooLate(Norms):
