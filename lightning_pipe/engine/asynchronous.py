@@ -13,7 +13,7 @@ from lightning_pipe.engine.batch import Batch, StepFunction
 from lightning_pipe.engine.weight_versions import WeightVersions
 from lightning_pipe.errors import ConfigurationError, PartitionError
 from lightning_pipe.intercept.random_streams import RandomStreams
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.schedules import stream
 from lightning_pipe.torch_internals import NormBase
 

@@ -17,7 +17,8 @@ from lightning_pipe.engine.refusals import check_division
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.gradient_sync import Held
-from lightning_pipe.parameters.ownership import Ownership, named_tensors
+from lightning_pipe.parameters.ownership import Ownership
+from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.schedules.passes.recompute import with_recompute

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_pipe.errors import ConfigurationError, PartitionError
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 
 
 def check_module(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.tensor_state import same_values, version_of
+from lightning_pipe.local_parts import local
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
 
@@ -110,7 +111,7 @@ class EvaluatedCopies:
     def begin(self) -> None:
         """Before the first batch."""
         # what the step has made of the outermost module's own comes with its report
-        self._before = {name: each for name, each in marks(self._module, parameters=False).items() if "." in name}
+        self._before = {name: each.detach().clone() for name, each in _buffers(self._module) if "." in name}
 
     def end(self) -> None:
         """Behind the last one. Collective over the pipeline."""
@@ -131,11 +132,16 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def marks(module: nn.Module, *, parameters: bool = True) -> dict[str, Tensor]:
-    """What tells of changes: copies of buffers, whose ``.data`` nobody counts, and how often parameters changed."""
-    here = [each for each in module.named_parameters() if parameters and not isinstance(each[1], AbsentTensor)]
-    versions = {name: torch.tensor((id(each), version_of(each) or 0)) for name, each in here}
-    return {name: buffer.detach().clone() for name, buffer in _buffers(module)} | versions
+def marks(module: nn.Module) -> dict[str, Tensor]:
+    """What tells of changes: copies of buffers; which object a parameter is, how often it changed, and its sum."""
+    found = {name: buffer.detach().clone() for name, buffer in _buffers(module)}
+    for name, each in module.named_parameters():
+        if not isinstance(each, AbsentTensor):
+            # nobody counts changes of ``.data``; complex numbers, and those of eight bits, have no such sum
+            sums = each.is_floating_point() and each.dtype.itemsize > 1
+            total = float(local(each).detach().sum(dtype=torch.float64)) if sums else 0.0
+            found[name] = torch.tensor((id(each), version_of(each) or 0, total), dtype=torch.float64)
+    return found
 
 
 def _differing(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[str]:

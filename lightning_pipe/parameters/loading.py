@@ -16,7 +16,7 @@ from lightning_pipe.construction import place_meta, safetensors_file, unread, un
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.intercept.absent_tensor import is_absent
 from lightning_pipe.local_parts import is_divided, local, share, with_local
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 
 _LIGHTNINGS = "state_dict"
 """Where Lightning's checkpoints hold the module, and its folders of shards by ModelParallelStrategy."""

@@ -23,19 +23,16 @@ from torch import Tensor, nn
 
 from lightning_pipe.construction import tensors_of
 from lightning_pipe.errors import CutError, PartitionError
-from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, hint_of_use, is_absent
+from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, hint_of_use, is_absent
 from lightning_pipe.local_parts import is_divided
 from lightning_pipe.parameters.releasing import (
     check_memory,
-    give_back,
     make_swappable,
     named_tensors,
     owned_by,
     release,
     share_memory,
 )
-
-__all__ = ["Ownership", "named_tensors"]
 
 
 @dataclass(eq=False)
@@ -365,7 +362,9 @@ class Ownership:
                 continue
             value = fetch(name, held.owners, tensor)
             if not self.holds(name):
-                give_back(tensor, value)
+                # Detached: what carried the value here may still refer to it, and such tensors cannot be swapped.
+                parameter = isinstance(tensor, nn.Parameter)
+                exchange(tensor, nn.Parameter(value, tensor.requires_grad) if parameter else value.detach())
         for held in self._held.values():
             held.owners = self._everyone
 

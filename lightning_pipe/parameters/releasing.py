@@ -1,4 +1,4 @@
-"""Frees parameters in place and gives them back, and lets go of what refers to them."""
+"""Frees parameters in place, and lets go of what refers to them."""
 
 from __future__ import annotations
 
@@ -109,9 +109,3 @@ def make_swappable(module: nn.Module) -> None:
         for name, value in vars(part).items():
             if type(value) in (Tensor, Deferred) and value.grad_fn is not None:
                 vars(part)[name] = value.detach()
-
-
-def give_back(tensor: Tensor, value: Tensor) -> None:
-    """Let the same object hold another value, device and memory; attributes and ``requires_grad`` stay."""
-    # detached: what carried the value here may still refer to it, and such tensors cannot be swapped (torch 2.13)
-    exchange(tensor, nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach())

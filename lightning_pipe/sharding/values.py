@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.construction import materialize
 from lightning_pipe.local_parts import DATA, dimensions, is_divided, local
-from lightning_pipe.parameters.ownership import Ownership, named_tensors
-from lightning_pipe.parameters.releasing import make_swappable
+from lightning_pipe.parameters.ownership import Ownership
+from lightning_pipe.parameters.releasing import make_swappable, named_tensors
 from lightning_pipe.sharding.roots import Root, tied
 from lightning_pipe.transport.base import Transport
 

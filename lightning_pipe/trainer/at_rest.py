@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.partition import Layers
 from lightning_pipe.text import memory
 from lightning_pipe.transport.base import Transport

@@ -37,7 +37,7 @@ from lightning_pipe.engine.whole_gradients import gradient_norm
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.lightning_internals import all_gather_over, optimizers_to_device, reduce_over
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.partition import Balance
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute

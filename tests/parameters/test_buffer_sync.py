@@ -133,7 +133,7 @@ def test_changes_of_data_are_seen() -> None:
 
 
 class Codes(Layer):
-    """Follows its input by a parameter, in one of three ways."""
+    """Follows its input by a parameter, in one of several ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,6 +152,11 @@ class SetCodes(Codes):
         self.mean = nn.Parameter(0.5 * self.mean + 0.5 * mean, requires_grad=False)  # type: ignore[assignment]
 
 
+class DataOfCodes(Codes):
+    def follow(self, mean: Tensor) -> None:
+        self.mean.data.lerp_(mean, 0.5)
+
+
 class Limited(Layer):
     """A table whose rows are scaled where they are looked up."""
 
@@ -163,7 +168,9 @@ class Limited(Layer):
         return torch.tanh(self.linear(x + self.table((x.sum(1) > 0).long())))
 
 
-@pytest.mark.parametrize(("layer", "name"), [(Codes, "mean"), (SetCodes, "mean"), (Limited, "table.weight")])
+@pytest.mark.parametrize(
+    ("layer", "name"), [(Codes, "mean"), (SetCodes, "mean"), (DataOfCodes, "mean"), (Limited, "table.weight")]
+)
 def test_parameters_that_change_in_forward_passes_have_one_holder(layer: type[Layer], name: str) -> None:
     """Copies would have other values, and nobody would see it."""
     with pytest.warns(UserWarning, match=rf"'layers\.0\.{name}' \(4 such tensors\) is changed .* 2 times in a batch"):

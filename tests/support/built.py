@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.construction import Deferred, deferred_init, is_deferred, materialize, tensors_of
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.parameters.ownership import Ownership, named_tensors
+from lightning_pipe.parameters.ownership import Ownership
+from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.partition import divide, find_layers
 
 SEED = 11

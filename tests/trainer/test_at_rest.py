@@ -18,7 +18,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.engine.partitioned_module import PartitionedModule
 from lightning_pipe.errors import ConfigurationError, CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit
 from tests.support.processes import run_trainers

@@ -22,7 +22,7 @@ from lightning_pipe.construction import is_deferred
 from lightning_pipe.engine.refusals import check_division
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.patches import replaced
 from tests.support import oracle
 from tests.support.processes import run_trainers

@@ -21,7 +21,7 @@ from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.local_parts import whole
 from lightning_pipe.parameters.loading import load_held
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.text import memory
 from lightning_pipe.trainer.at_rest import GATHER_LIMIT, size_of
 from lightning_pipe.trainer.checkpoints import file, folder

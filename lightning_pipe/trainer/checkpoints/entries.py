@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.intercept.absent_tensor import Origin, is_absent
 from lightning_pipe.local_parts import is_divided, share, with_local
-from lightning_pipe.parameters.ownership import named_tensors
+from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.transport.base import Transport
 
 Path = tuple[Any, ...]
