@@ -19,7 +19,7 @@ BIN := .venv/bin
 # that forbids them: without, each process of the tests compiles all that it imports, for ten seconds.
 RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python
 EXTRAS := $(addprefix tests/recipes/test_,extras.py config.py docs.py) tests/trainer/test_service_loggers.py
-# Modules in the order of their names: by number of tests, as otherwise, the few long tests come last, on one worker.
+# In the order of tests/conftest.py, which has long modules first: xdist's own, by number of tests, has them last.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 help:  ## list these targets
