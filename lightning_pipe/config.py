@@ -123,7 +123,6 @@ def layout(
     pipeline_parallel_size: int | Auto = "auto",
     data_parallel_size: int | Auto = "auto",
     stages: int | Auto = "auto",
-    stages_per_rank: int = 1,
     tensor_parallel_size: int = 1,
 ) -> RunLayout:
     """Arranges the processes: world size = pipeline_parallel_size x data_parallel_size x tensor_parallel_size.
@@ -132,8 +131,7 @@ def layout(
         world_size: number of processes that came up.
         pipeline_parallel_size: ranks in one pipeline; ``"auto"``: all that ``data_parallel_size`` leaves.
         data_parallel_size: number of pipelines; ``"auto"``: what ``pipeline_parallel_size`` leaves, otherwise 1.
-        stages: number of stages, at least one per rank; ``"auto"``: ranks x ``stages_per_rank``.
-        stages_per_rank: what the schedule puts on one rank by itself.
+        stages: number of stages, at least one per rank; ``"auto"``: one per rank.
         tensor_parallel_size: processes that compute a layer together.
 
     Returns:
@@ -143,8 +141,8 @@ def layout(
         ConfigurationError: the numbers do not fit together; the message shows the arithmetic and what would fit.
 
     Example:
-        >>> layout(world_size=8, data_parallel_size=2, stages_per_rank=2)
-        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=8, tensor_parallel_size=1)
+        >>> layout(world_size=8, data_parallel_size=2)
+        RunLayout(pipeline_parallel_size=4, data_parallel_size=2, stages=4, tensor_parallel_size=1)
     """
     _check_count("tensor_parallel_size", tensor_parallel_size)
     world_size = _quotient(world_size, "tensor_parallel_size", tensor_parallel_size)
@@ -152,7 +150,7 @@ def layout(
     for name, value in {**sizes, "stages": stages}.items():
         _check_count(name, value)
     ranks, replicas = _factors(world_size, pipeline_parallel_size, data_parallel_size)
-    count = ranks * stages_per_rank if stages == "auto" else stages
+    count = ranks if stages == "auto" else stages
     if count < ranks:
         raise ConfigurationError(
             f"{several(count, 'stage')} cannot occupy {several(ranks, 'rank')}: each holds at least 1.",

@@ -22,12 +22,11 @@ from lightning_pipe.errors import ConfigurationError
     [
         ({"world_size": 1}, (1, 1, 1)),
         ({"world_size": 4}, (4, 1, 4)),
-        ({"world_size": 4, "stages_per_rank": 2}, (4, 1, 8)),
         ({"world_size": 8, "pipeline_parallel_size": 4}, (4, 2, 4)),
         ({"world_size": 8, "data_parallel_size": 8}, (1, 8, 1)),
         ({"world_size": 8, "pipeline_parallel_size": 2, "data_parallel_size": 4}, (2, 4, 2)),
         ({"world_size": 1, "stages": 4}, (1, 1, 4)),
-        ({"world_size": 2, "stages": 8, "stages_per_rank": 2}, (2, 1, 8)),
+        ({"world_size": 2, "stages": 8}, (2, 1, 8)),
         ({"world_size": 2, "stages": 3}, (2, 1, 3)),
     ],
 )
