@@ -238,7 +238,7 @@ def test_it_learns_to_translate_and_bleu_tells(tmp_path: Path) -> None:
     module = translator(vocabulary=300, positions=16, label_smoothing=0.0)
     module.make_optimizer = partial(torch.optim.Adam, lr=1e-2)
     trainer = L.Trainer(
-        max_epochs=20,
+        max_epochs=12,
         accelerator="cpu",
         **SILENT,
         num_sanity_val_steps=0,

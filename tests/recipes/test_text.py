@@ -84,6 +84,7 @@ def test_the_standard_library_is_split_by_file(tmp_path: Path) -> None:
     assert "standard library" in corpus.title
 
 
+@pytest.mark.slow  # reads all of it; the test above has a small one
 def test_the_running_python_has_enough_text() -> None:
     corpus = sources.standard_library()
     size = {split: sum(map(len, corpus.splits[split]["text"])) for split in ("train", "validation")}

@@ -65,7 +65,8 @@ def fit(module: L.LightningModule, strategy: Any) -> dict[str, torch.Tensor]:
     [
         (CompiledInSetup, "model"),
         (Wrapped, None),
-        (CompiledStep, "model"),
+        # compiles the whole forward pass, which takes seconds
+        pytest.param(CompiledStep, "model", marks=pytest.mark.slow),
         (CompiledWhole, None),
     ],
 )
