@@ -28,7 +28,7 @@ BUDGET = {
     "partition": 1230,
     "simulate": 1150,
     "sharding": 1040,
-    "batches": 1140,
+    "batches": 1165,
     "profiling": 730,
     "plain": 840,
     "skip": 420,

@@ -100,10 +100,15 @@ class BatchSplitter:
         if self.number == 1:
             return None
         number = self._checks.due(self._pipeline)
-        if number is not None or self._tokens is None or len(self._tokens.left or ()) == 1:  # one candidate is left
+        if number is not None or not self._is_open:
             return number
         # losses are to show, on any replica, what they are a mean over
-        return 0 if self._transport.sum_over_replicas(len(split.candidates)) > 0 else None
+        return 0 if any(self._transport.sum_over_replicas(len(split.candidates))) else None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether it is not known what losses are means over, alike on all ranks."""
+        return self._tokens is not None and len(self._tokens.left or ()) != 1
 
     def looked_at(self, split: MicroBatches, step: StepFunction, seed: int, number: int) -> MicroBatches:
         """A batch as it is to run by what a look at it, and at those of other replicas, shows. Collective over all.
@@ -151,5 +156,18 @@ class BatchSplitter:
         return replace(whole if self._tokens is None else self._tokens.counted(whole), uncut=why)
 
     def weights(self, micro_batches: MicroBatches) -> list[float]:
-        """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these."""
-        return micro_batches.weights(self._transport.sum_over_replicas(sum(micro_batches.amounts)))
+        """What the loss of each micro-batch counts in that of the batches of all replicas. Collective over these.
+
+        Raises:
+            ConfigurationError: it is not known what losses are means over, and replicas have different shares of it.
+        """
+        spread = self._tokens.spread if self._is_open and self._tokens is not None else (0.0, 0.0, 0.0)
+        total, replicas, ratios, squares = self._transport.sum_over_replicas(sum(micro_batches.amounts), *spread)
+        if replicas * squares - ratios**2 > 1e-9 * squares:
+            raise ConfigurationError(
+                "Replicas have different numbers of labels that are not -100, and losses do not show whether they are "
+                "means over these or over samples.",
+                hint="Say what a batch counts: PipeStrategy(loss_weight=lambda batch: (batch['labels'] != -100).sum())"
+                ", or loss_weight=lambda batch: len(batch['labels']) for means over samples.",
+            )
+        return micro_batches.weights(total)

@@ -27,9 +27,12 @@ class TokenLosses:
 
     Attributes:
         left: the candidates that have predicted all losses so far, alike on all ranks; ``None``: none was compared.
+        spread: of the last batch whether it counts, how much by all other candidates for each by the first, and the
+            square of that. Sums over replicas tell whether the candidates give these different shares.
     """
 
     left: tuple[str, ...] | None = None
+    spread = 0.0, 0.0, 0.0
 
     def counted(self, split: MicroBatches) -> MicroBatches:
         """The micro-batches with what they count, and with the candidates, if their shares differ.
@@ -46,7 +49,9 @@ class TokenLosses:
                 f"Losses were means over {self.left[0] if self.left else SAMPLES}, which this batch has not.",
                 hint=WEIGHTS,
             )
-        first = next(iter(candidates.values()))
+        first, *others = candidates.values()
+        ratio = sum(map(sum, others)) / (sum(first) or 1.0)
+        self.spread = float(any(first)), ratio, ratio**2
         return replace(split, amounts=first, candidates=candidates if _differ(candidates) else {})
 
     def learn(self, fitting: Sequence[Mapping[str, Sequence[float]]]) -> bool:

@@ -287,11 +287,11 @@ class Transport(ABC):
         self.send_object_to(others, gathered, COLLECTIVE_TAG, kept=True).wait()
         return gathered
 
-    def sum_over_replicas(self, amount: float) -> float:
-        """The sum of the amounts of all pipelines, from the processes with the same rank in each."""
-        total = torch.tensor([amount], dtype=torch.float64, device="cpu")
+    def sum_over_replicas(self, *amounts: float) -> list[float]:
+        """The sums of amounts of all pipelines, from the processes with the same rank in each."""
+        total = torch.tensor(amounts, dtype=torch.float64, device="cpu")
         self.all_reduce(total, tuple(sorted(self.topology.replica_processes(self.rank)))).wait()
-        return float(total)
+        return total.tolist()
 
     def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:
         """Start to send flat bytes in host memory, beside the lanes; those with one tag keep their order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.transport.base import Transport
 from tests.support.pairs import pairs, slow_but
-from tests.support.processes import run_trainers
+from tests.support.processes import in_turn, run_trainers
 from tests.support.trainer_runs import QUIET
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 5
@@ -155,9 +156,9 @@ def of_two_processes(process: int) -> list[tuple[Any, int]]:
     found, asked = [], [0]
     ask = Transport.sum_over_replicas
 
-    def counted(self: Transport, amount: float) -> float:
+    def counted(self: Transport, *amounts: float) -> list[float]:
         asked[0] += sys._getframe(1).f_code.co_name == "due"
-        return ask(self, amount)
+        return ask(self, *amounts)
 
     def add(loss: Any, replicas: int, data: Any, **more: Any) -> None:
         asked[0] = 0
@@ -181,6 +182,38 @@ def test_ranks_and_replicas_agree_and_replicas_may_have_no_labels() -> None:
             # each replica has losses of its own
             assert_equal(found, truth, without=("losses", "epoch") if replicas > 1 else ())
         assert of_process[1][1] == 0
+
+
+EVEN = [((3, 4), 1), ((3, 4), 2), ((4, 4), 2)]
+"""Numbers of labels of each replica's samples, and of micro-batches."""
+
+
+def even(process: int, lengths: tuple[int, ...], micro_batches: int) -> Any:
+    """Two replicas whose micro-batches have as many labels as each other, and as the other's or not."""
+    data = items(2)
+    for place, item in enumerate(data):
+        item["labels"] = item["input_ids"].masked_fill(torch.arange(LENGTH) >= lengths[place % 2], -100)
+    options = {"stages": 1, "data_parallel_size": 2, "micro_batches": micro_batches}
+    found = []
+    for weight in (None, tokens):
+        strategy = PipeStrategy(**options, loss_weight=weight)
+        try:
+            found.append(fit(process, Tagger(mean), data, replicas=2, devices=2, strategy=strategy))
+        except ConfigurationError as error:
+            found.append(str(error))
+    return found, fit(0, Tagger(mean), data)
+
+
+def test_replicas_with_other_numbers_of_labels_are_an_error_where_losses_do_not_show_what_counts() -> None:
+    """The remedy works."""
+    runs = {(lengths, number): partial(even, lengths=lengths, micro_batches=number) for lengths, number in EVEN}
+    for (lengths, _), of_processes in in_turn(runs, 2).items():
+        for (plain, weighted), truth in of_processes:
+            assert_equal(weighted, truth, without=("losses", "epoch"))
+            if lengths[0] == lengths[1]:
+                assert_equal(plain, truth, without=("losses", "epoch"))
+            else:
+                assert "loss_weight=lambda" in plain
 
 
 @pytest.mark.parametrize("loss", slow_but([mean, causal, of_samples], mean))

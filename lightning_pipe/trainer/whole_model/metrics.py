@@ -51,9 +51,7 @@ class Metrics:
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         # what they count in: their own ``forward`` calls no ``update`` of theirs (torchmetrics 1.9)
-        self._windows = {
-            id(part.base_metric): self.names[id(part)] for part in self._metrics if isinstance(part, Running)
-        }
+        self._windows = {id(each.base_metric): each for each in self._metrics if isinstance(each, Running)}
         if len(pipeline.pipeline_members) > 1 and not pipeline.whole:
             self._check_places(module)
         self._forwards = 0  # within how many calls of `Metric.forward` the code is, which computes the batch's value
@@ -144,10 +142,10 @@ class Metrics:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self._touch(metric)
             share, given = self.share if self._world.local else None, (*args, *kwargs.values())
-            if share is not None and id(metric) in self._windows:
+            if share is not None and (window := self._windows.get(id(metric))) is not None:
                 raise ConfigurationError(
-                    f"`self.{self._windows[id(metric)]}` keeps the last values that it was given. The step gives it "
-                    "one for each micro-batch, so its window holds fewer batches than on one device.",
+                    f"`self.{self.names[id(window)]}` keeps the last values that it was given. The step gives it one "
+                    "for each micro-batch, so its window holds fewer batches than on one device.",
                     hint="Update the metric in on_train_batch_end, or use PipeStrategy(micro_batches=1).",
                 )
             if share is not None and isinstance(metric, MeanMetric) and len(given) == 1 and np.ndim(given[0]) == 0:
