@@ -44,7 +44,7 @@ class Mixing:
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self._names = names
-        self.done = type(optimizer).__module__.startswith("torch.optim.")
+        self.done = f"{type(optimizer).__module__}.".startswith("torch.optim.")
         self.remove = optimizer.register_step_pre_hook(self._before).remove
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -178,8 +178,8 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     left_out = nn.Parameter(torch.empty(0))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if memo.setdefault(id(parameter), left_out) is left_out:
-                memo[id(optimizer.state.get(parameter))] = {}
+            if memo.setdefault(id(parameter), left_out) is left_out and parameter in optimizer.state:
+                memo[id(optimizer.state[parameter])] = {}
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step" and "_hook" not in name}
     for value in attributes.values():
         if isinstance(value, Optimizer):

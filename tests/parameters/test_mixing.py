@@ -87,9 +87,17 @@ def test_torchs_optimizers_join_nothing(kind: Callable[..., Optimizer], way: str
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_torchs_optimizers_are_not_tried() -> None:
-    optimizer, named = made(torch.optim.AdamW, {})
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_optimizers_are_not_tried(kind: Callable[..., Optimizer]) -> None:
+    optimizer, named = made(kind, {})
     assert watched(optimizer, named).done
+
+
+def test_options_of_a_first_step_are_copied_as_they_are() -> None:
+    """Groups may have ``None``, which is also the state of parameters that are left out (``eps`` of Adafactor)."""
+    optimizer, named = made(torch.optim.Adafactor, {})
+    gradients(named)
+    check(optimizer, {name: named[name] for name in "ab"})
 
 
 def test_sparse_gradients() -> None:
