@@ -28,7 +28,7 @@ help:  ## list these targets
 train: .venv/ready  ## train GPT-2 in two pipeline stages on two CPU processes (about two minutes)
 	@$(RUN) -m recipes.train experiment=gpt2_wikitext2 $(ARGS)
 
-test: .venv/ready  ## run the fast tests (about nine minutes on two cores)
+test: .venv/ready  ## run the fast tests (about seven minutes on two cores)
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: .venv/ready  ## run every test, the long sweeps too (hours on two cores)
