@@ -173,3 +173,32 @@ def unheard(message: str) -> Iterator[None]:
     finally:
         if added not in before and added in warnings.filters:
             warnings.filters.remove(added)  # type: ignore[attr-defined]
+
+
+def after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> tuple[Any, Any] | None:
+    """For hooks before a step: do something once the gradients are there, after its closure if it has one.
+
+    Args:
+        args: of the step, with the optimizer.
+        kwargs: of the step.
+        then: what is to be done; each time if the step calls its closure several times.
+
+    Returns:
+        Other arguments for the step.
+    """
+
+    def around(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def own() -> Any:
+            result = closure()
+            then()
+            return result
+
+        return own
+
+    optimizer, *rest = args
+    if rest and callable(rest[0]):
+        return (optimizer, around(rest[0]), *rest[1:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": around(kwargs["closure"])}
+    then()
+    return None

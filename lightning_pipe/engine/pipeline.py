@@ -31,7 +31,7 @@ from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import counting
 from lightning_pipe.intercept.torch_patches.patch import current_run
-from lightning_pipe.parameters.buffer_sync import BufferSync, marks
+from lightning_pipe.parameters.buffer_sync import BufferSync
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, end_passes
 from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.schedules import Action, lower
@@ -165,7 +165,7 @@ class Pipeline(PartitionedModule):
         self.reductions.overlapped = reduce
         # Nothing is reduced while the first batch runs: who holds what outside the layers is known at its end.
         first, start, busy = not self.ownership.users_known, time.perf_counter(), self.training_executor.busy
-        before = marks(self.module) if first else {}
+        self._buffer_sync.begin()
         batch = self.batch(step, micro_batches, seed, weights)
         if (sharded := self.reductions.sharded) is not None:
             batch.using = lambda stage, _: sharded.whole(stage % len(self.stage_layers))
@@ -173,8 +173,8 @@ class Pipeline(PartitionedModule):
             results = self._run(batch)
         if not self.ownership.users_known:
             self.agree_on_holders()
-            # After the holders are known: they decide which processes have a tensor in common.
-            self._buffer_sync.agree(before, len(micro_batches))
+        # Holders, which are known by now, are the processes that have a tensor in common.
+        self._buffer_sync.agree(len(micro_batches))
         if reduce:
             # Of later batches most are under way: `GradientSync.stage_done` starts each when its stage is done.
             self.reductions.finish()

@@ -15,13 +15,16 @@ from lightning_pipe.local_parts import local
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
 
+_FIRST, _EVERY = 4, 64
+"""In the first batches, and again each time after so many, it is seen what changes."""
+
 
 class BufferSync:
     """Keeps buffers that forward passes change equal on all processes that hold them.
 
     Each process sees samples of its own. After every batch all have the values of the first process, as with the
-    ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batch shows which buffers change. Batch
-    norm is left out: it has an option of its own.
+    ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batches, and later ones, show which change.
+    Batch norm is left out: it has an option of its own.
 
     A tensor, also one that the step changes outside the layers, changes once for every micro-batch, and on one device
     once for the batch: a warning says so. Parameters that change (averages of codes, rows of tables with ``max_norm``)
@@ -39,25 +42,32 @@ class BufferSync:
     ) -> None:
         self._module, self._transport, self._owners = module, transport, owners
         self._layers = tuple(f"{name}." for name in layers)
-        self._changing: dict[str, tuple[int, ...]] = {}
+        self._batches = 0
+        self._before: dict[str, Tensor] | None = None
+        self._known, self._changing = set[str](), dict[str, tuple[int, ...]]()
 
-    def agree(self, before: Mapping[str, Tensor], micro_batches: int) -> None:
-        """After the first batch. Collective.
+    def begin(self) -> None:
+        """Before a batch."""
+        self._batches += 1
+        looks = self._batches <= _FIRST or self._batches % _EVERY == 0
+        self._before = _marks(self._module) if looks else None
 
-        Args:
-            before: the `marks` before it.
-            micro_batches: of the batch.
+    def agree(self, micro_batches: int) -> None:
+        """After a batch of so many micro-batches. Collective.
 
         Raises:
             CutError: one that changes has several holders. Of buffers that several pipes hold layers mostly tell.
         """
-        changed = _differing(marks(self._module), before)
+        if self._before is None:
+            return
+        changed = _differing(_marks(self._module), self._before)
         # A rank sees the changes of its own layers alone.
         gathered = self._transport.all_gather_object(changed, self._transport.topology.same_tensor_rank)
-        found = sorted({name for theirs in gathered for name in theirs})
+        found = sorted({name for theirs in gathered for name in theirs} - self._known)
+        self._known.update(found)
         members = {name: self._transport.topology.holders(self._owners(name)) for name in found}
         shared = [name for name in found if len(members[name]) > 1]
-        self._changing = {name: members[name] for name in shared if name.startswith(self._layers)}
+        self._changing |= {name: members[name] for name in shared if name.startswith(self._layers)}
         apart = {name for name, _ in self._module.named_parameters()}
         apart |= {name for name in self._changing if len(self._owners(name)) > 1}
         if held := next(filter(apart.__contains__, shared), None):
@@ -132,7 +142,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def marks(module: nn.Module) -> dict[str, Tensor]:
+def _marks(module: nn.Module) -> dict[str, Tensor]:
     """What tells of changes: copies of buffers; which object a parameter is, how often it changed, and its sum."""
     found = {name: buffer.detach().clone() for name, buffer in _buffers(module)}
     for name, each in module.named_parameters():

@@ -7,7 +7,7 @@ gradients and rates are made for it: real ones may be zero, or too small for a d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import groupby
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.local_parts import local
+from lightning_pipe.patches import after_closure
 
 MOST = 8
 """Parameters on which an optimizer is tried: at most two vectors and two matrices of a group."""
@@ -193,32 +194,3 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     own.param_groups[:] = [group for group in own.param_groups if group["params"]]
     own.state.pop(left_out, None)
     return own
-
-
-def after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> tuple[Any, Any] | None:
-    """For hooks before a step: do something once the gradients are there, after its closure if it has one.
-
-    Args:
-        args: of the step, with the optimizer.
-        kwargs: of the step.
-        then: what is to be done; each time if the step calls its closure several times.
-
-    Returns:
-        Other arguments for the step.
-    """
-
-    def around(closure: Callable[[], Any]) -> Callable[[], Any]:
-        def own() -> Any:
-            result = closure()
-            then()
-            return result
-
-        return own
-
-    optimizer, *rest = args
-    if rest and callable(rest[0]):
-        return (optimizer, around(rest[0]), *rest[1:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": around(kwargs["closure"])}
-    then()
-    return None

@@ -181,6 +181,20 @@ def test_parameters_that_change_in_forward_passes_have_one_holder(layer: type[La
         assert "on_train_batch_end" in str(error.value)
 
 
+class LateCodes(Codes):
+    calls = 0
+
+    def follow(self, mean: Tensor) -> None:
+        self.calls += 1
+        if self.calls > 2:  # behind the first batch
+            super().follow(mean)
+
+
+def test_what_changes_in_later_batches_is_seen_too() -> None:
+    with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.mean`, which several"):
+        train("1f1b", 2, LateCodes)
+
+
 class Kept(nn.Module):
     """A buffer that is computed anew in every pass and stays what it is; batch norm; a normalised weight."""
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, Origin
-from lightning_pipe.parameters.mixing import after_closure
+from lightning_pipe.patches import after_closure
 from lightning_pipe.torch_internals import DisableTorchFunctionSubclass
 
 _SUMMED_ELSEWHERE = (
