@@ -23,7 +23,7 @@ BUDGET = {
     "schedules": 3080,
     "planning": 2350,
     "transport": 2000,
-    "parameters": 1685,
+    "parameters": 1695,
     "construction": 1500,
     "partition": 1230,
     "simulate": 1150,

@@ -60,25 +60,35 @@ class BufferSync:
         """
         if self._before is None:
             return
-        changed = _differing(_marks(self._module), self._before)
+        topology, now = self._transport.topology, _marks(self._module)
+        parameters = {name for name, _ in self._module.named_parameters()}
+        sums = {name: float(now[name][-1]) if name in parameters else 0.0 for name in _differing(now, self._before)}
         # A rank sees the changes of its own layers alone.
-        gathered = self._transport.all_gather_object(changed, self._transport.topology.same_tensor_rank)
-        found = sorted({name for theirs in gathered for name in theirs} - self._known)
-        self._known.update(found)
-        members = {name: self._transport.topology.holders(self._owners(name)) for name in found}
+        gathered = self._transport.all_gather_object(sums, topology.same_tensor_rank)
+        of_processes = dict(zip(topology.same_tensor_rank, gathered, strict=True))
+        found = sorted({name for theirs in gathered for name in theirs})
+        members = {name: topology.holders(self._owners(name)) for name in found}
         shared = [name for name in found if len(members[name]) > 1]
-        self._changing |= {name: members[name] for name in shared if name.startswith(self._layers)}
-        apart = {name for name, _ in self._module.named_parameters()}
-        apart |= {name for name in self._changing if len(self._owners(name)) > 1}
-        if held := next(filter(apart.__contains__, shared), None):
+        # what changes alike on all holders, as by a mask, stays equal
+        apart = {
+            name
+            for name in parameters.intersection(shared)
+            if len({of_processes[process].get(name) for process in members[name]}) > 1
+        }
+        buffers = [name for name in shared if name.startswith(self._layers) and name not in parameters]
+        self._changing |= {name: members[name] for name in buffers}
+        apart |= {name for name in buffers if len(self._owners(name)) > 1}
+        if held := min(apart, default=None):
             raise CutError(
                 f"a forward pass changes `self.{held}`, which several processes hold, and each by samples of its own.",
                 hint="Change it in a hook, such as on_train_batch_end (weight.data.renorm_(2, 0, limit) for max_norm), "
                 "or use one pipeline with a schedule of one pipe, such as '1f1b'.",
             )
-        if found and micro_batches > 1 and self._transport.process == 0:
+        new = [name for name in found if name not in self._known]
+        self._known.update(new)
+        if new and micro_batches > 1 and self._transport.process == 0:
             warnings.warn(
-                f"'{found[0]}' ({len(found)} such tensors) is changed by forward passes: {micro_batches} times in a "
+                f"'{new[0]}' ({len(new)} such tensors) is changed by forward passes: {micro_batches} times in a "
                 "batch, with a micro-batch each, where one device changes it once, with the whole batch. Sums, counts "
                 "and limits (max_norm) are the same, averages and power iterations (spectral norm) are not, nor is "
                 "what is computed from them; with micro_batches=1 all is.",

@@ -181,6 +181,19 @@ def test_parameters_that_change_in_forward_passes_have_one_holder(layer: type[La
         assert "on_train_batch_end" in str(error.value)
 
 
+class Masked(Layer):
+    """A pruned layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(torch.eye(4))
+        return torch.tanh(self.linear(x))
+
+
+def test_what_all_holders_change_alike_stays() -> None:
+    train("chimera", 2, Masked)
+
+
 class LateCodes(Codes):
     calls = 0
 
