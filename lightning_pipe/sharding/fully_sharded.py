@@ -100,6 +100,7 @@ class FullySharded:
             return
         self._unshard([stage])
         yield
+        self._check_unchanged(stage)
         self.release(stage)
 
     def _check_alike(self, micro_batches: int) -> None:
@@ -148,9 +149,8 @@ class FullySharded:
         # what is made within an evaluation is used in training, too
         with torch.inference_mode(False), torch.no_grad():
             waiting = [module.unshard(async_op=True) for module in self._modules(keys)]
-            for handle in waiting:
-                if handle is not None:
-                    handle.wait()
+            for handle in filter(None, waiting):
+                handle.wait()
         for part, whole in self._parameters(*keys):
             self._names.also(whole, part)
             self._versions[whole] = whole._version

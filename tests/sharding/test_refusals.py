@@ -349,14 +349,16 @@ class Limited(Fails):
         pass
 
 
-def limiting(process: int) -> None:
+def limiting(process: int, **own: Any) -> None:
     quiet()
-    options: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2, **COMMON}
+    options: dict[str, Any] = {"pipeline_parallel_size": 1, "data_parallel_size": 2, **COMMON, **own}
     strategy = PipeStrategy(layers="layers", shard_optimizer="parameters", **options)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
     with pytest.raises(ConfigurationError, match=r"(?s)shape \(4, 8\) has changed while .* on_train_batch_end"):
         trainer.fit(Limited(), DataLoader(TensorDataset(torch.arange(16) % 4), 4))
 
 
-def test_parameters_that_change_in_forward_passes() -> None:
-    processes.run_trainers(limiting, 2, timeout=60)
+@pytest.mark.parametrize("own", [{}, {"reshard_after_forward": True, "compare_losses": False}], ids=str)
+def test_parameters_that_change_in_forward_passes(own: dict[str, Any]) -> None:
+    """Also where they go back into parts behind that pass, before anything else looks at them."""
+    processes.run_trainers(limiting, 2, timeout=60, **own)
