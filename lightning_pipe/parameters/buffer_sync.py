@@ -50,7 +50,7 @@ class BufferSync:
         """Before a batch."""
         self._batches += 1
         looks = self._batches <= _FIRST or self._batches % _EVERY == 0
-        self._before = _marks(self._module) if looks else None
+        self._before = marks(self._module) if looks else None
 
     def agree(self, micro_batches: int) -> None:
         """After a batch of so many micro-batches. Collective.
@@ -60,7 +60,7 @@ class BufferSync:
         """
         if self._before is None:
             return
-        topology, now = self._transport.topology, _marks(self._module)
+        topology, now = self._transport.topology, marks(self._module)
         parameters = {name for name, _ in self._module.named_parameters()}
         sums = {name: float(now[name][-1]) if name in parameters else 0.0 for name in _differing(now, self._before)}
         # A rank sees the changes of its own layers alone.
@@ -152,14 +152,16 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _marks(module: nn.Module) -> dict[str, Tensor]:
+def marks(module: nn.Module) -> dict[str, Tensor]:
     """What tells of changes: copies of buffers; which object a parameter is, how often it changed, and its sum."""
     found = {name: buffer.detach().clone() for name, buffer in _buffers(module)}
     for name, each in module.named_parameters():
         if not isinstance(each, AbsentTensor):
-            # nobody counts changes of ``.data``; complex numbers, and those of eight bits, have no such sum
-            sums = each.is_floating_point() and each.dtype.itemsize > 1
-            total = float(local(each).detach().sum(dtype=torch.float64)) if sums else 0.0
+            value = local(each).detach()
+            # nobody counts changes of ``.data``; complex numbers, eight bits and types of others may have no such sum
+            sums = type(value) is Tensor and value.is_floating_point() and value.dtype.itemsize > 1
+            # in pieces: of another type a sum in this one begins with a copy
+            total = sum(float(part.double().sum()) for part in torch.split(value.ravel(), 1 << 22)) if sums else 0.0
             found[name] = torch.tensor((id(each), version_of(each) or 0, total), dtype=torch.float64)
     return found
 

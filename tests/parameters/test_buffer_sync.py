@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_pipe import schedules
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
-from lightning_pipe.parameters.buffer_sync import EvaluatedCopies
+from lightning_pipe.parameters.buffer_sync import EvaluatedCopies, marks
 from lightning_pipe.partition import find_layers
 from lightning_pipe.transport.single_process import SingleProcess
 from lightning_pipe.transport.topology import Topology
@@ -206,6 +207,34 @@ class LateCodes(Codes):
 def test_what_changes_in_later_batches_is_seen_too() -> None:
     with pytest.raises(CutError, match=r"changes `self\.layers\.\d\.mean`, which several"):
         train("1f1b", 2, LateCodes)
+
+
+def test_marks_take_little_memory() -> None:
+    """A table of a large model has a gigabyte; in the type of the sum it has four."""
+    module = nn.Embedding(1 << 14, 1 << 10, dtype=torch.bfloat16)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        before = marks(module)
+    assert max(event.cpu_memory_usage for event in seen.events()) <= module.weight.nbytes
+    module.weight.data[-1, -1] += 1
+    assert not torch.equal(before["weight"], marks(module)["weight"])
+
+
+class Quantized(Tensor):
+    """As those of quantizing libraries: it has few functions of tensors."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.sum, Tensor.ravel, Tensor.double, torch.split):
+            raise NotImplementedError(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_marks_of_what_has_no_sum() -> None:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Quantized), requires_grad=False)  # type: ignore[arg-type]
+    before = marks(module)
+    module.weight.add_(1)
+    assert not torch.equal(before["weight"], marks(module)["weight"])
 
 
 class Kept(nn.Module):
