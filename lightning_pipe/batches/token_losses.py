@@ -50,8 +50,9 @@ class TokenLosses:
                 hint=WEIGHTS,
             )
         first, *others = candidates.values()
-        ratio = sum(map(sum, others)) / (sum(first) or 1.0)
-        self.spread = float(any(first)), ratio, ratio**2
+        total, rest = sum(first), sum(map(sum, others))
+        ratio = rest / (total or 1e-9)  # where nothing counts by the first one, no other replica has as much
+        self.spread = float(total + rest > 0), ratio, ratio**2
         return replace(split, amounts=first, candidates=candidates if _differ(candidates) else {})
 
     def learn(self, fitting: Sequence[Mapping[str, Sequence[float]]]) -> bool:

@@ -138,7 +138,7 @@ def of_host(event: Any) -> bool:
 def test_messages_of_the_host_do_not_grow_with_micro_batches(schedule: str, quiet: int) -> None:
     for micro_batches in (2, 4):
         sent = train(plain, micro_batches, schedule).sent
-        assert sent[1] == [micro_batches] * 2
+        assert sent[1] == [micro_batches + 1] * 2  # and what forward passes have changed, in the first batches
         assert sent[LATE:] == [[min(quiet, micro_batches)] * 2] * (BATCHES - LATE)
 
 
