@@ -39,6 +39,20 @@ def divided(sharding: Sharding) -> str:
     return {**words, "parameters": "sharded parameters"}[sharding]
 
 
+THOROUGH, _SAMPLED = 4, 64
+"""What is too dear to compare in each batch is compared in the first ones, and in one of so many later ones."""
+
+
+def is_thorough(batch: int) -> bool:
+    """Whether a batch is one of those, counted from 1.
+
+    Example:
+        >>> [batch for batch in range(1, 129) if is_thorough(batch)]
+        [1, 2, 3, 4, 64, 128]
+    """
+    return batch <= THOROUGH or batch % _SAMPLED == 0
+
+
 def check_loss_weight(weight: object) -> None:
     """Refuse what says nothing about a micro-batch's loss.
 

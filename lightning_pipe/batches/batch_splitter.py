@@ -100,15 +100,15 @@ class BatchSplitter:
         if self.number == 1:
             return None
         number = self._checks.due(self._pipeline)
-        if number is not None or not self._is_open:
+        if number is not None or self._open is None:
             return number
         # losses are to show, on any replica, what they are a mean over
         return 0 if any(self._transport.sum_over_replicas(len(split.candidates))) else None
 
     @property
-    def _is_open(self) -> bool:
-        """Whether it is not known what losses are means over, alike on all ranks."""
-        return self._tokens is not None and len(self._tokens.left or ()) != 1
+    def _open(self) -> TokenLosses | None:
+        """What is to find what losses are means over, as long as that is not known, alike on all ranks."""
+        return None if self._tokens is None or len(self._tokens.left or ()) == 1 else self._tokens
 
     def looked_at(self, split: MicroBatches, step: StepFunction, seed: int, number: int) -> MicroBatches:
         """A batch as it is to run by what a look at it, and at those of other replicas, shows. Collective over all.
@@ -161,7 +161,7 @@ class BatchSplitter:
         Raises:
             ConfigurationError: it is not known what losses are means over, and replicas have different shares of it.
         """
-        spread = self._tokens.spread if self._is_open and self._tokens is not None else (0.0, 0.0, 0.0)
+        spread = (0.0, 0.0, 0.0) if self._open is None else self._open.spread
         total, replicas, ratios, squares = self._transport.sum_over_replicas(sum(micro_batches.amounts), *spread)
         if replicas * squares - ratios**2 > 1e-9 * squares:
             raise ConfigurationError(

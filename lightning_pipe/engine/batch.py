@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipe.config import is_thorough
 from lightning_pipe.engine.containers import fresh
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams
@@ -17,9 +18,6 @@ from lightning_pipe.torch_internals import tree_map
 StepFunction = Callable[[int, Any], Any]
 
 _AS_THEY_ARE = nullcontext()
-
-THOROUGH, _SAMPLED = 4, 64
-"""What layers refer to is compared in the first batches, and in one of so many later ones."""
 
 
 @dataclass
@@ -85,7 +83,7 @@ class Batch:
     @property
     def thorough(self) -> bool:
         """Whether what layers refer to is compared: in the first batches, some later ones, and second runs."""
-        return self.again or self.streams.number <= THOROUGH or self.streams.number % _SAMPLED == 0
+        return self.again or is_thorough(self.streams.number)
 
     def slice(self, micro_batch: int) -> Any:
         """A micro-batch for one run: the step may change it, and nothing else shares its memory."""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.config import is_thorough
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.tensor_state import same_values, version_of
 from lightning_pipe.local_parts import local
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
-
-_FIRST, _EVERY = 4, 64
-"""In the first batches, and again each time after so many, it is seen what changes."""
 
 
 class BufferSync:
@@ -49,8 +48,7 @@ class BufferSync:
     def begin(self) -> None:
         """Before a batch."""
         self._batches += 1
-        looks = self._batches <= _FIRST or self._batches % _EVERY == 0
-        self._before = marks(self._module) if looks else None
+        self._before = marks(self._module) if is_thorough(self._batches) else None
 
     def agree(self, micro_batches: int) -> None:
         """After a batch of so many micro-batches. Collective.
@@ -161,7 +159,9 @@ def marks(module: nn.Module) -> dict[str, Tensor]:
             # nobody counts changes of ``.data``; complex numbers, eight bits and types of others may have no such sum
             sums = type(value) is Tensor and value.is_floating_point() and value.dtype.itemsize > 1
             # in pieces: of another type a sum in this one begins with a copy
-            total = sum(float(part.double().sum()) for part in torch.split(value.ravel(), 1 << 22)) if sums else 0.0
+            parts = torch.split(value.ravel(), 1 << 22) if sums else ()
+            # of what has no sum nobody knows whether holders have changed it alike: no number is equal to another one
+            total = sum(float(part.double().sum()) for part in parts) if sums else math.nan
             found[name] = torch.tensor((id(each), version_of(each) or 0, total), dtype=torch.float64)
     return found
 

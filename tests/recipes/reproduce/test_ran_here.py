@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from lightning_pipe import schedules
-from lightning_pipe.engine.batch import THOROUGH
+from lightning_pipe.config import THOROUGH
 from lightning_pipe.simulate import Costs, simulate
 from lightning_pipe.transport.topology import Topology
 from recipes import config

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.batches import loss_checks
+from lightning_pipe.config import THOROUGH
 from lightning_pipe.engine import kept_words
-from lightning_pipe.engine.batch import THOROUGH
 from lightning_pipe.transport.base import Transport
 from tests.support import processes
 from tests.support.trainer_runs import QUIET, quiet
