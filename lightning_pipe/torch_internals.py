@@ -26,7 +26,6 @@ NAMES = {
     "torch.Tensor": {
         "_version": "how often autograd saw a tensor change in place",
         "_base": "what a tensor is a view of",
-        "_use_count": "whether graphs hold it",
         "_is_zerotensor": "such a one has no memory to send",
         "_make_subclass": "a tensor of a class of ours around one of torch's",
         "_make_wrapper_subclass": "a tensor of a class of ours without memory",
@@ -167,7 +166,6 @@ disabled_torch_function: Any = _disabled_torch_function_impl
 is_functorch_tensor: Callable[[torch.Tensor], bool] = is_functorch_wrapped_tensor
 functorch_active: Callable[[], bool] = _are_functorch_transforms_active
 storage_uses: Callable[[int], int] = _storage_Use_Count
-uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 pop_function_mode: Callable[[], Any] = _pop_torch_function_stack
 push_function_mode: Callable[[Any], None] = _push_on_torch_function_stack
 foreach_mul_: Callable[..., None] = torch._foreach_mul_

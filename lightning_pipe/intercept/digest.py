@@ -30,12 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
-from lightning_pipe.intercept.tensor_state import version_of
+from lightning_pipe.intercept.tensor_state import memory_of, version_of
 from lightning_pipe.intercept.user_objects import inside
 from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active, tree_leaves
 
@@ -80,6 +81,8 @@ class Digest:
         self.expected: Sequence[int] = ()
         self.since = 0
         self._numbers, self._name_of, self._word = numbers, name_of, 0
+        # by memory what has been written there: while the reference is kept no other memory gets its address
+        self._written: dict[int | None, tuple[StorageWeakRef, int]] = {}
 
     def begin(self, batch: Any) -> None:
         """The run is about to begin, with this batch, of which no other run has the same tensors."""
@@ -94,11 +97,13 @@ class Digest:
         if generator is not None and generator.device.type != "cpu":  # else what it draws counts by its values
             self._word = mix(self._word, zlib.crc32(generator.get_state().numpy().data))
 
-    def call(self, name: str, leaves: Iterable[Any], module: nn.Module | None = None) -> None:
-        """A function or module is called, here or on an earlier stage, with such leaves of its arguments."""
+    def call(
+        self, name: str, leaves: Iterable[Any], keywords: Iterable[str] = (), module: nn.Module | None = None
+    ) -> None:
+        """A function or module is called, here or on an earlier stage, with such leaves, the last ones by keywords."""
         if not self.idle:
             mode = 0 if module is None else 1 + module.training
-            self._word = mix(self._word, _name(name), mode, *[self.of(leaf) for leaf in leaves])
+            self._word = mix(self._word, _name(name, *keywords), mode, *[self.of(leaf) for leaf in leaves])
             self.words.append(self._word & ~1)
 
     def count(self, name: str, value: Any) -> None:
@@ -137,16 +142,28 @@ class Digest:
         words = self.words[:calls]
         return (*words, *[0] * (calls - len(words)))
 
-    def follow(self, name: str, leaves: Sequence[Any], left: Sequence[Tensor], *, drawn: bool = False) -> None:
-        """A function of that name is given such leaves: what it leaves comes from the batch if one does.
+    def follow(
+        self,
+        names: tuple[str, ...],
+        leaves: Sequence[Any],
+        made: Sequence[Tensor],
+        written: Sequence[Tensor],
+        drawn: bool,
+    ) -> None:
+        """A function of that name, with its keywords, is given such leaves: what it makes is of the batch if one is.
 
         What it leaves on a device, where nobody reads values, comes from whatever it was given, or has been ``drawn``.
+        What it has ``written`` to is another one under each name that its memory has.
         """
         of_batch = any(isinstance(leaf, Tensor) and self._of_batch(leaf) is not None for leaf in leaves)
-        if not (of_batch or any(not tensor.is_cpu for tensor in left)):
+        if not (of_batch or any(not tensor.is_cpu for tensor in (*made, *written))):
             return
-        number = mix(_name(name), *[self.of(leaf) for leaf in leaves])
-        for tensor in left:
+        number = mix(_name(*names), *[self.of(leaf) for leaf in leaves])
+        for tensor in written:
+            if (memory := memory_of(tensor)) is not None:
+                storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                self._written[memory] = storage, mix(number, self._written.get(memory, (None, 0))[1])
+        for tensor in (*made, *written):
             self._mark(tensor, number, varies=of_batch or drawn)
 
     def _mark(self, tensor: Tensor, number: int, *, varies: bool) -> None:
@@ -155,7 +172,10 @@ class Digest:
 
     def _of_batch(self, tensor: Tensor) -> int | None:
         mark = getattr(tensor, "_pipe_lineage", None)
-        return mark[1] if mark is not None and mark[0] == self._numbers.token else None
+        if mark is None or mark[0] != self._numbers.token:
+            return None
+        written = self._written.get(memory_of(tensor)) if self._written else None
+        return int(mark[1]) if written is None else mix(mark[1], written[1])
 
     def of(self, leaf: Any, depth: int = 0) -> int:
         """A number for one leaf of what is given."""
@@ -177,8 +197,10 @@ class Digest:
         number = self._of_batch(tensor)
         if number is not None:
             return number
-        if type(tensor) is not Tensor or tensor.requires_grad:  # a parameter, or what another rank has
-            return _name(self._name_of(tensor) or "")
+        kind = type(tensor)
+        name = self._name_of(tensor) if kind is not Tensor or tensor.requires_grad else None
+        if name is not None or kind not in (Tensor, nn.Parameter):  # a parameter, or what another rank has
+            return _name(name or "")
         if not tensor.is_cpu:
             return self._of_earlier(tensor)
         version = version_of(tensor)
@@ -211,10 +233,12 @@ def _of_plain(leaf: Any) -> int:
 
 
 def _values(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided or functorch_active():  # inside torch.func tensors have no values to read
+    if tensor.is_mkldnn or functorch_active():  # inside torch.func tensors have no values to read
         return mix(*tensor.shape)
     with DisableTorchFunction(), torch.no_grad():
-        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        held = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
+        held = held if held.layout is torch.strided else held.values()
+        flat = held.detach().resolve_conj().resolve_neg().reshape(-1)
         flat = flat[:: 1 + flat.numel() // _SAMPLED].contiguous()
         if flat.is_floating_point() and bool(flat.isnan().any()):
             flat = torch.where(flat.isnan(), torch.full((), torch.nan, dtype=flat.dtype), flat)
@@ -223,6 +247,6 @@ def _values(tensor: Tensor) -> int:
 
 
 @cache
-def _name(name: str) -> int:
+def _name(*names: str) -> int:
     # not ``hash``, which differs between processes for the same text
-    return zlib.crc32(name.encode())
+    return zlib.crc32(" ".join(names).encode())

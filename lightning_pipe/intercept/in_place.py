@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
@@ -49,6 +50,8 @@ class InPlace:
         self._numbers, self._parameter_use, self._partial = numbers, parameter_use, partial
         # kept, so that no other storage gets its address
         self._lent: dict[int, Any] = {}
+        # with the versions of tensors and the bytes of arrays
+        self._arrays: list[tuple[Tensor, int | None, np.ndarray[Any, Any], bytes]] = []
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
         """What a call is given, to find out with `changed` what it did to it."""
@@ -137,6 +140,21 @@ class InPlace:
                 "layers, with values of an earlier stage, and another tensor shares its memory.",
                 hint="Change the tensor itself, before there are views of it, or use the out-of-place form.",
             )
+
+    def array_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The ``.numpy()`` of a tensor: a copy, since nobody would count what changes in it."""
+        array = func(args[0].clone(), *args[1:], **kwargs)
+        self._arrays.append((args[0], version_of(args[0]), array, array.tobytes()))
+        return array
+
+    def check_arrays(self) -> None:
+        """The step is about to end: raise if a tensor or its array has changed, which share no memory here."""
+        for tensor, version, array, content in self._arrays:
+            if version_of(tensor) != version or array.tobytes() != content:
+                raise CutError(
+                    f"a tensor of shape {array.shape} or its `.numpy()` changes in place, and they share their memory.",
+                    hint="Take the array of a copy: `.clone().numpy()`.",
+                )
 
     def check_not_read(self, changed: Tensor, name: str) -> None:
         """A buffer must not change behind a cut for the next micro-batch if an earlier stage reads it."""

@@ -116,7 +116,7 @@ class LayerCalls:
                 tracker.touch(tensors, name)
                 if self._others and self._kept:
                     tracker.touch(self._moved(arguments), name)
-                tracker.digest.call(name, arguments, module)
+                tracker.digest.call(name, arguments, kwargs, module)
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.

@@ -45,19 +45,17 @@ _HINT = (
 )
 
 
-def check_unchanged(state: LayerState, changed: Sequence[Tensor], function: str) -> None:
+def check_unchanged(state: LayerState, changed: Sequence[Tensor], function: str, *, training: bool) -> None:
     """A function is about to change tensors in place, outside of layers.
 
     Raises:
-        CutError: one of them shares its memory with a parameter or buffer of a layer or an outside module.
+        CutError: one of them shares its memory with a parameter or buffer of a layer or an outside module, or in an
+            evaluation with any parameter.
     """
     # looked up anew: a parameter may get other memory, and another tensor its former one
-    places = {
-        _key(tensor): (part, name)
-        for part in state.root_of
-        for name, tensor in (*part._parameters.items(), *part._buffers.items())
-        if tensor is not None
-    }
+    holders = [each for part in state.root_of for each in ((part, part._parameters), (part, part._buffers))]
+    holders += [] if training else [(part, part._parameters) for part in state.modules.values()]
+    places = {_key(each): (part, name) for part, held in holders for name, each in held.items() if each is not None}
     for tensor in changed:
         if not isinstance(tensor, Placeholder) and (place := places.get(_key(tensor))) is not None:
             raise CutError(

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.snapshot import Change, is_compared, items_of, refill
-from lightning_pipe.intercept.tensor_state import check_counted
 
 _CONTAINERS = (list, dict)
 _FEW = 32
@@ -103,7 +102,6 @@ def _apply(owner: Any, change: Change) -> None:
         value = change.value
         if isinstance(value, Tensor) and _fits(_now(target, key), value):
             # in place: optimizers, callbacks and views refer to the tensor
-            check_counted([target[key]])
             with torch.no_grad():
                 target[key].copy_(value)
         else:

@@ -56,7 +56,7 @@ class SkippedLayers:
         tracker = self._tracker
         arguments = leaves_of(args, kwargs)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        tracker.digest.call(name, arguments, module)
+        tracker.digest.call(name, arguments, kwargs, module)
         # the hooks come first: where the layer runs, they acted before it ended and was recorded
         self._let_hooks_act(module, arguments)
         thorough = tracker.digest.counts_references(len(tracker.calls))

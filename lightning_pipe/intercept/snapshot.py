@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.tensor_state import (
-    check_counted,
     copy_of,
     place_of,
     same_objects,
@@ -267,8 +266,6 @@ class _Tensor(Node):
         # a tensor that the cut has swapped for another cannot take its value back
         if type(self.owner) is not self.type or place_of(self.owner) != self.place:
             return self.former
-        if self.type is Tensor:
-            check_counted([self.owner])
         with torch.no_grad():
             # in place, for whoever else refers to the tensor or to a view of it
             self.owner[...] = self.former

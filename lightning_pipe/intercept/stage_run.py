@@ -110,7 +110,7 @@ class StageRun:
         self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
         if not (tracker or stage.all or is_recomputing()):
-            self.tracker.changing = partial(check_unchanged, cache.state)
+            self.tracker.changing = partial(check_unchanged, cache.state, training=training)
         self.tracker.digest.since = cache.state.since
         self.skipped_layers = SkippedLayers(self.tracker, self.skips, cache)
         self.layer_calls = LayerCalls(stage, self.tracker, self.skips, cache)
@@ -159,6 +159,7 @@ class StageRun:
             )
         if not self.stage.heard:
             raise EndOfStage
+        self.tracker.in_place.check_arrays()
         waiting, last = self.pending is not None, self.stage.last
         if self.training or (last and not waiting) or (waiting and not self.tracker.expects(_END)):
             return
@@ -325,6 +326,7 @@ class StageRun:
     def _cut(self) -> NoReturn:
         """The next stage's first layer is reached, (5): collect what is alive and end the step."""
         name = self.stage.next_name
+        self.tracker.in_place.check_arrays()
         if self.training:
             check_not_hidden(name)
         if functorch_active() or forward_ad._current_level >= 0:

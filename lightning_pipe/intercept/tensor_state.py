@@ -4,19 +4,13 @@ Autograd counts the changes, and knows what a view is a view of, but not for ten
 (torch 2.13), which cannot change in place outside of it. So neither steps nor layers run in it; what the user's code
 computes in it between layers nothing changes there.
 
-Autograd does not count what changes by the ``.data`` and ``.numpy()`` of a tensor either. One device runs the backward
-pass of a micro-batch before the next forward pass; a pipeline runs others in between, and puts back what stages before
-the last one have changed. Where a graph holds a tensor whose value is another one by then, autograd says so (and
-`engine.stage` says why), but for these::
-
-    self.mean.mul_(0.5)
-    h = h * self.mean.data      the graph holds its memory, and has another value after the next write to `mean`
+Autograd does not count what changes by the ``.data`` and ``.numpy()`` of a tensor either. So in steps ``.data`` is
+``.detach()``, and an array is a copy, into which nothing may be written.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,14 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipe.errors import CutError
-from lightning_pipe.torch_internals import is_functorch_tensor, uses
-
-UNCOUNTED = frozenset(["data.__get__", "detach", "numpy", "__array__"])
-"""Functions whose results share the memory of their argument and are no views: they may not count its changes."""
-
-_taken: list[tuple[int | None, weakref.ref[Any]]] = []
-"""Addresses of memory, with the results of `UNCOUNTED` that share it. One that a graph holds lives as long as that."""
+from lightning_pipe.torch_internals import is_functorch_tensor
 
 
 @contextmanager
@@ -83,26 +70,3 @@ def memory_of(tensor: Tensor) -> int | None:
     if tensor.layout is not torch.strided or is_functorch_tensor(tensor):
         return None
     return int(tensor.untyped_storage()._cdata)
-
-
-def note_uncounted(tensors: Iterable[Tensor], result: Any) -> None:
-    """A step has taken the ``.data``, ``.detach()`` or ``.numpy()`` of a tensor."""
-    _taken[:] = [each for each in _taken if each[1]() is not None]
-    _taken.extend((memory_of(tensor), weakref.ref(result)) for tensor in tensors)
-
-
-def check_counted(changing: Iterable[Tensor]) -> None:
-    """Raise if tensors that are about to change in place have memory that a graph holds, which would not notice.
-
-    Raises:
-        CutError: a graph holds the ``.data`` or ``.detach()`` of one, or somebody its ``.numpy()``.
-    """
-    memories = {memory_of(tensor) for tensor in changing} - {None} if _taken else ()
-    for memory, reference in _taken:
-        holder = reference() if memory in memories else None
-        if holder is not None and (not isinstance(holder, Tensor) or uses(holder) > 1):  # 1: Python's own
-            raise CutError(
-                f"a tensor of shape {tuple(holder.shape)} changes in place while its `.data`, `.detach()` or "
-                "`.numpy()` is held, perhaps for a backward pass: that would compute with the new value.",
-                hint="Compute with the tensor itself, or with a copy: `.detach().clone()`.",
-            )

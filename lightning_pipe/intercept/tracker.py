@@ -20,7 +20,6 @@ from lightning_pipe.intercept.in_place import InPlace, ParameterUse
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, no_value
 from lightning_pipe.intercept.random_streams import Surroundings
-from lightning_pipe.intercept.tensor_state import UNCOUNTED, check_counted, note_uncounted
 from lightning_pipe.intercept.torch_functions import (
     AUTOGRAD,
     METADATA,
@@ -225,7 +224,7 @@ class Tracker(TorchFunctionMode):
         if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
             self.touch([] if self.waiting else tensors, name)
             return self.waiting or bool(func(*args, **kwargs))
-        self.digest.call(name, leaves)
+        self.digest.call(name, leaves, kwargs)
         return (self._answer if self.waiting else self._run)(name, func, args, kwargs, tensors)
 
     def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -240,6 +239,10 @@ class Tracker(TorchFunctionMode):
         written = self.in_place.written(changed) if changed else ()
         if written:
             self._check_changing(written, name)
+        if name in ("numpy", "__array__"):
+            return self.in_place.array_of(func, args, kwargs)
+        if name == "data.__get__":
+            func = Tensor.detach
         if drawn := draws(func, name):
             with self._stream_of():
                 result = func(*args, **kwargs)
@@ -250,12 +253,10 @@ class Tracker(TorchFunctionMode):
         if name.startswith(("empty", "new_empty")):
             with torch.no_grad():  # the result may be a leaf
                 result.zero_()  # what is in new memory differs between stages, and says nothing
-        if name in UNCOUNTED:
-            note_uncounted(tensors, result)
         if not self.digest.idle:
             # what is given back as it was (`.to(device)`) is what it was
             made = [each for each in results_of(result, ()) if all(each is not leaf for leaf in leaves)]
-            self.digest.follow(name, leaves, [*made, *written], drawn=drawn)
+            self.digest.follow((name, *kwargs), leaves, made, written, drawn)
         return result
 
     def _answer(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -312,7 +313,7 @@ class Tracker(TorchFunctionMode):
     def call_function(self, name: str, apply: Any, args: Any, kwargs: Any) -> Any:
         """Record or follow one application of a ``torch.autograd.Function`` outside layers."""
         leaves = leaves_of(args, kwargs)
-        self.digest.call(name, leaves)
+        self.digest.call(name, leaves, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.waiting:
             return self._answer(name, apply, args, kwargs, tensors)
@@ -333,8 +334,6 @@ class Tracker(TorchFunctionMode):
         if name.startswith("requires_grad") or (name.endswith(".__set__") and name != "data.__set__"):
             return  # what belongs to a tensor changes, and not its values
         self.in_place.check_not_lent(written, name)
-        if not self.alone:
-            check_counted(written)
         if self.changing is not None:
             self.changing(written, name)
         for tensor in () if self.alone or self.waiting else written:

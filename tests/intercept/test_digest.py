@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def digest() -> Digest:
 def word(*leaves: Any, module: nn.Module | None = None) -> int:
     """The word of a call in a run of its own."""
     run = digest()
-    run.call("mul", leaves, module)
+    run.call("mul", leaves, (), module)
     return run.words[0]
 
 
@@ -31,7 +32,7 @@ def word_after(*names: str) -> int:
     run.begin([tensor, "text"])
     for name in names:
         made = torch.ones(2)
-        run.follow(name, [tensor, 2], [made])
+        run.follow((name,), [tensor, 2], [made], (), drawn=False)
         tensor = made
     run.call("mul", [tensor])
     return run.words[0]
@@ -58,6 +59,8 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (torch.ones(2), torch.zeros(2)),
     (torch.ones(2, 1), torch.ones(1, 2)),
     (torch.ones(200_000), torch.zeros(200_000)),
+    (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
+    (torch.eye(2).to_sparse_csr(), 2 * torch.eye(2).to_sparse_csr()),
 ]
 
 
@@ -107,7 +110,7 @@ def test_changes_in_place_and_draws_count() -> None:
     run, batch = digest(), torch.ones(2)
     run.begin([batch])
     before = run.of(batch)
-    run.follow("add_", [batch, 1], [batch])
+    run.follow(("add_",), [batch, 1], [batch], [batch], drawn=False)
     assert run.of(batch) != before
     drawn = digest()
     drawn.draw("rand")
@@ -115,10 +118,38 @@ def test_changes_in_place_and_draws_count() -> None:
     assert drawn.words != [word(1)]
 
 
+@pytest.mark.parametrize("alias", [lambda batch: batch[:1], lambda batch: batch.detach()])
+def test_a_change_counts_under_each_name_of_the_memory(alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    words = []
+    for gain in (1.0, 0.9):
+        run, batch = digest(), torch.ones(2)
+        run.begin([batch])
+        other = alias(batch)
+        run.follow(("alias",), [batch], [other], (), drawn=False)
+        run.follow(("mul_",), [batch, gain], (), [batch], drawn=False)
+        words.append(run.of(other))
+    assert words[0] != words[1]
+
+
+def test_the_names_of_keywords_count() -> None:
+    run, other = digest(), digest()
+    run.call("clamp", [torch.ones(2), 0.5], ["min"])
+    other.call("clamp", [torch.ones(2), 0.5], ["max"])
+    assert run.words != other.words
+
+
+def test_parameters_and_leaves_without_a_name_count_by_value() -> None:
+    for one in (nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)):
+        before = digest().of(one)
+        with torch.no_grad():
+            one.mul_(0.9)
+        assert digest().of(one) != before
+
+
 def test_what_an_earlier_run_has_made_counts_by_its_values() -> None:
     run, batch, kept = digest(), torch.ones(2), torch.zeros(2)
     run.begin([batch])
-    run.follow("mul", [batch], [kept])
+    run.follow(("mul",), [batch], [kept], (), drawn=False)
     assert run.of(kept) != digest().of(kept) == digest().of(torch.zeros(2))
 
 

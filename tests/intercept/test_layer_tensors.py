@@ -22,9 +22,9 @@ def layer() -> Any:
     return layer
 
 
-def check(layer: nn.Module, *changed: Tensor) -> None:
-    module = nn.ModuleDict({"layer": layer})
-    check_unchanged(LayerState(module, [("layer", layer)]), changed, "mul_")
+def check(layer: nn.Module, *changed: Tensor, training: bool = True, **parts: nn.Module) -> None:
+    module = nn.ModuleDict({"layer": layer, **parts})
+    check_unchanged(LayerState(module, [("layer", layer)]), changed, "mul_", training=training)
 
 
 @pytest.mark.parametrize("name", ["weight", "tau", "elsewhere"])
@@ -48,3 +48,11 @@ def test_other_tensors_may_change(layer: Any) -> None:
     check(layer, former)
     with pytest.raises(CutError, match=r"self\.layer\.tau"):
         check(layer, layer.tau)
+
+
+def test_in_an_evaluation_parameters_outside_layers_stay_as_well(layer: Any) -> None:
+    head = nn.BatchNorm1d(3)
+    check(layer, head.weight, head=head)
+    check(layer, head.running_mean, head=head, training=False)  # type: ignore[arg-type]
+    with pytest.raises(CutError, match=r"self\.head\.weight"):
+        check(layer, head.weight, head=head, training=False)

@@ -24,6 +24,7 @@ from tests.support import (
     processes,
     state_programs_around,  # noqa: F401
     state_programs_layers,  # noqa: F401
+    state_programs_names,  # noqa: F401
     state_programs_own,  # noqa: F401
     state_programs_parameters,  # noqa: F401
     state_programs_reach,  # noqa: F401
@@ -184,13 +185,13 @@ TOLD = {
     *("CounterBefore", "ConfigOfLayersBehind", "GlobalInLayers", "CountsOfLayersInAHook", "ScalesLayersBehind"),
     *("ShrinksBuffers", "SetsAnotherLayer", "ItemsBefore", "OwnGeneratorBefore", "BufferInPlaceBefore"),
     *("QueueBefore", "DecaysWeightsBehind", "AuxiliaryLossesInLists", "SetsItsOwner", "GlobalBefore"),
-    "ReadsALayerAhead",
+    *("ReadsALayerAhead", "BatchByItsArray"),
 }
 """One program for each kind of error."""
 KEPT = {
     *("AugmentsBefore", "AuxiliaryLosses", "LazyMasks", "ScalesLayersInAHook", "TeacherInAHook", "LayersKeep"),
     *("CounterBeforeReadBehind", "DecaysWeightsInAHook", "LayersReadTheBatch", "Centred", "ConfigBehind"),
-    "CountsOfLayersLogged",
+    *("CountsOfLayersLogged", "BufferByItsDataBehind"),
 }
 """One program for each way in which state stays equal."""
 FAST: dict[tuple[str, str], set[str]] = {

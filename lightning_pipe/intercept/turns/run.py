@@ -81,6 +81,7 @@ class TurnRun(StageRun):
         if self._ended:
             return
         self._ended = True
+        self.tracker.in_place.check_arrays()
         if not self.tracker.finish(self._last, tree_leaves(result)):
             raise EndOfStage
 

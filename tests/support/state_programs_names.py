@@ -1,0 +1,141 @@
+"""Programs whose state reaches calls under another name: aliases, keywords, parameters that are no one's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.state_programs import MICRO_BATCHES, STALE, WIDTH, Base, Layer, program
+from tests.support.state_programs_own import Counts
+
+
+class Shrinks(Base):
+    """A tensor that the step shrinks behind the layers, and computes with before them."""
+
+    def start(self) -> Tensor:
+        return torch.ones(WIDTH, dtype=torch.float64)
+
+    def make(self) -> None:
+        self.state = self.start()
+
+    def before(self, x: Tensor) -> Tensor:
+        return x * self.state
+
+    def behind(self, out: Tensor) -> Tensor:
+        self.state = self.state * 0.9
+        return super().behind(out)
+
+
+@program(MICRO_BATCHES, train=STALE)
+class LeafBefore(Shrinks):
+    """A leaf of the graph that is no parameter."""
+
+    def start(self) -> Tensor:
+        return super().start().requires_grad_()
+
+    def behind(self, out: Tensor) -> Tensor:
+        self.state = (self.state.detach() * 0.9).requires_grad_()
+        return Base.behind(self, out)
+
+
+@program(MICRO_BATCHES, train=STALE)
+class SparseBefore(Shrinks):
+    def start(self) -> Tensor:
+        return torch.eye(WIDTH, dtype=torch.float64).to_sparse()
+
+    def before(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.state, x.T).T
+
+
+@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
+class HiddenParameterBefore(Base):
+    """In a list, where no module registers it."""
+
+    def make(self) -> None:
+        self.hidden = [nn.Parameter(torch.ones(WIDTH, dtype=torch.float64), requires_grad=False)]
+
+    def before(self, x: Tensor) -> Tensor:
+        return x * self.hidden[0]
+
+    def behind(self, out: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.hidden[0].mul_(0.9)
+        return super().behind(out)
+
+
+@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
+class ParameterByItsDataBehind(Base):
+    def make(self) -> None:
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def behind(self, out: Tensor) -> Tensor:
+        loss = super().behind(out * self.scale)
+        self.scale.data.mul_(0.9)
+        return loss
+
+    def seen(self) -> list[Any]:
+        return [self.scale.sum()]
+
+
+@program(MICRO_BATCHES, train_chimera=STALE)
+class BufferByItsDataBehind(Base):
+    def make(self) -> None:
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def behind(self, out: Tensor) -> Tensor:
+        loss = super().behind(out * self.mean.clone())
+        self.mean.data.mul_(0.9)
+        return loss
+
+    def seen(self) -> list[Any]:
+        return [self.mean.sum()]
+
+
+@program(MICRO_BATCHES, train=STALE)
+class KeywordBetween(Counts):
+    def between(self, hidden: Tensor) -> Tensor:
+        self.count += 1
+        return torch.clamp(hidden, **{"min" if self.count % 3 else "max": 0.05})
+
+    def before(self, x: Tensor) -> Tensor:
+        return torch.clamp(x, **{"min" if self.count % 3 else "max": 0.05})
+
+
+class WithOptions(Layer):
+    def forward(self, x: Tensor, gain: float = 1.0, bias: float = 0.0) -> Tensor:
+        return super().forward(x) * gain + bias
+
+
+@program(MICRO_BATCHES, train=STALE)
+class KeywordOfALayer(Counts):
+    layer = WithOptions
+
+    def step(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x, **{"gain" if self.count % 3 else "bias": 0.5})
+        self.count += 1
+        return self.behind(self.layers[1:](hidden))
+
+
+@program(MICRO_BATCHES, train=STALE)
+class BatchByAView(Shrinks):
+    def before(self, x: Tensor) -> Tensor:
+        left, right = x[:, :1], x[:, 1:]
+        x.mul_(self.state)
+        return torch.cat([left, right], 1)
+
+
+@program(MICRO_BATCHES, train=STALE)
+class BatchByItsData(Shrinks):
+    def before(self, x: Tensor) -> Tensor:
+        x.data.mul_(self.state)
+        return x
+
+
+@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
+class BatchByItsArray(Shrinks):
+    def before(self, x: Tensor) -> Tensor:
+        array = x.numpy()
+        array *= self.state.clone().numpy()
+        return x
