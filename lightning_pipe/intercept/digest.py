@@ -25,6 +25,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -36,15 +37,16 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place
 from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
+from lightning_pipe.intercept.references import bound_in
 from lightning_pipe.intercept.tensor_state import memory_of, version_of
 from lightning_pipe.intercept.user_objects import inside
 from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active, tree_leaves
 
-_PLAIN = (int, float, str, complex, bytes, torch.dtype)
+_PLAIN = (int, float, str, bytes, torch.dtype, Number)
 _NAMED = 5
 """Attributes that an error names at most."""
-_DEPTH = 4
-"""How deep containers and objects are looked into."""
+_DEPTH = 5
+"""How deep containers and objects are looked into, from the call on."""
 _SAMPLED = 1 << 14
 """Elements up to which all values of a tensor count; of larger ones about as many, evenly spread."""
 
@@ -113,7 +115,7 @@ class Digest:
 
     def referred(self, values: Iterable[tuple[Place, Any]]) -> dict[Place, int]:
         """A number for each value that the code of a layer names."""
-        return {place: self.of(value) for place, value in values}
+        return {place: self.of(value, 1) for place, value in values}
 
     def counts_references(self, position: int) -> bool:
         """Whether the word of the previous stage at a position counts what the code of the layer names."""
@@ -187,8 +189,10 @@ class Digest:
         if isinstance(leaf, np.generic | np.ndarray) and not leaf.dtype.hasobject:
             return mix(zlib.crc32(leaf.tobytes()), *leaf.shape)
         held = None if depth >= _DEPTH else inside(leaf)
-        if held is None:
-            return _name(type(leaf).__qualname__)
+        if held is None:  # what functions hold counts where they are given: those of a layer may count its calls
+            bound = bound_in(leaf) if depth == 0 and callable(leaf) else ()
+            named = _name(getattr(leaf, "__qualname__", type(leaf).__qualname__))
+            return mix(named, *[self.of(each, 1) for each in bound])
         inner = itertools.chain.from_iterable(held.items()) if isinstance(held, Mapping) else held
         found = [self.of(each, depth + 1) for each in inner]
         return mix(2, *(sorted(found) if isinstance(leaf, set | frozenset) else found))

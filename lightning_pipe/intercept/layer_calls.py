@@ -18,14 +18,14 @@ from lightning_pipe.intercept.in_place import Noted, ParameterUse
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.kept_state import Place, in_several_pipes, is_own, written
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.layer_tensors import changed_elsewhere, check_not_shared
+from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, changed_elsewhere, check_not_shared
 from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import copy_of, counting, same_values
-from lightning_pipe.intercept.torch_functions import FLAT, unique
+from lightning_pipe.intercept.torch_functions import FLAT, keywords_of, unique
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.local_parts import local
 from lightning_pipe.skip import SkipKey, StepStore
@@ -116,13 +116,14 @@ class LayerCalls:
                 tracker.touch(tensors, name)
                 if self._others and self._kept:
                     tracker.touch(self._moved(arguments), name)
-                tracker.digest.call(name, arguments, kwargs, module)
+                tracker.digest.call(name, arguments, () if flat and not kwargs else keywords_of(args, kwargs), module)
                 before = tracker.in_place.noted(tensors)
                 skips, events = dict(self._skips), len(self._skips.events)
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
                 if self._others or self._again:
                     self._begin(name, module, () if plain else given, arguments)
-                values = _copies(module) if self._again and self._references is not None else []
+                noting = self._again and self._references is not None  # of `.data` nobody counts the changes
+                values = [copy_of(local(each)) for each in module.parameters()] if noting else []
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -155,7 +156,7 @@ class LayerCalls:
             arguments: the leaves of that.
         """
         self._running, digest = (name, module), self.tracker.digest
-        self._references = references = References(name, module, self.cache.state) if digest.thorough else None
+        self._references = references = References(name, module, self.cache.state, given) if digest.thorough else None
         if references is not None and not digest.idle:
             references.before = digest.referred(references.values())
         self._watch = None
@@ -254,12 +255,14 @@ class LayerCalls:
         A module that has set nothing in thorough runs is not searched in others: it is now, while all is as it was.
 
         Raises:
-            CutError: the module that runs sets it in another one than its own parts; or see `LayerState.setting`.
+            CutError: a module sets it in another one, or the step exchanges a part; or see `LayerState.setting`.
         """
-        state = self.cache.state
+        state, inside = self.cache.state, self.tracker.surroundings.inside
+        if isinstance(value, nn.Module) and part in state.root_of and not (inside or part._modules.get(name) is value):
+            raise CutError(f"the step exchanges `{state.written(part, name)}`, a part of a layer.", hint=IN_A_HOOK)
         if not state.counts(part, name, value):
             return
-        if not self.tracker.surroundings.inside:
+        if not inside:
             state.setting(run, part, name, value)
             return
         if self._running is None or vars(part).get(name) is value:
@@ -359,11 +362,6 @@ def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:
         return False
     former = dict(watch.attributes()).get(place, value)
     return value.requires_grad or not torch.is_grad_enabled() or same_values(former, value)
-
-
-def _copies(module: nn.Module) -> list[Tensor]:
-    """The values of a layer's parameters: nobody counts changes of their ``.data``."""
-    return [copy_of(local(each)) for each in module.parameters()]
 
 
 def _again(last: CallRecord, tracker: Tracker, result: Tensor, arguments: Sequence[Any]) -> bool:

@@ -41,13 +41,14 @@ class References:
         name: the layer or outside module.
         module: the module.
         state: knows who runs other modules: the tensors of their parts belong to their stages.
+        given: what the call is given.
 
     Attributes:
         reached: the modules that it reaches and that are no parts of it.
         before: the numbers of the values before the call; see `Digest.referred`.
     """
 
-    def __init__(self, name: str, module: nn.Module, state: LayerState) -> None:
+    def __init__(self, name: str, module: nn.Module, state: LayerState, given: Any = ()) -> None:
         self._name, self._state = name, state
         self.before: dict[Label, int] | None = None
         self._own = {part: path for path, part in module.named_modules()}
@@ -63,6 +64,7 @@ class References:
             for name, value in vars(part).items():
                 if is_data(name):
                     self._follow(value)
+        self._follow(given)
         self._reach_by_names()
 
     def _follow(self, value: Any) -> None:
@@ -130,11 +132,12 @@ def _is_compared(value: Any) -> bool:
 
 def leads_to(value: Any) -> Iterator[Any]:
     """The modules and functions that a value leads to; functions that of what they are bound to, too."""
-    found = walk(value, lambda each: values_in(each) or _bound(each))
+    found = walk(value, lambda each: values_in(each) or bound_in(each))
     yield from (each for each in found if isinstance(each, nn.Module | types.FunctionType))
 
 
-def _bound(value: Any) -> list[Any]:
+def bound_in(value: Any) -> list[Any]:
+    """What a function, a method, a property or a reference holds."""
     if isinstance(value, weakref.ReferenceType):
         return [value()]
     if isinstance(value, functools.partial):
@@ -142,7 +145,7 @@ def _bound(value: Any) -> list[Any]:
     if isinstance(value, property):
         return [value.fget]
     if isinstance(value, types.FunctionType):
-        return [*map(_content_of, value.__closure__ or ())]
+        return [*(value.__defaults__ or ()), *map(_content_of, value.__closure__ or ())]
     # methods, class methods and static methods
     return [found for name in ("__self__", "__func__") if (found := getattr(value, name, None)) is not None]
 

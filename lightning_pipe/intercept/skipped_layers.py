@@ -18,7 +18,7 @@ from lightning_pipe.intercept.objects import objects_of, put_state
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.references import References
 from lightning_pipe.intercept.snapshot import refill
-from lightning_pipe.intercept.torch_functions import leaves_of
+from lightning_pipe.intercept.torch_functions import keywords_of, leaves_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore
 from lightning_pipe.tensor_spec import TensorSpec
@@ -56,12 +56,12 @@ class SkippedLayers:
         tracker = self._tracker
         arguments = leaves_of(args, kwargs)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        tracker.digest.call(name, arguments, kwargs, module)
+        tracker.digest.call(name, arguments, keywords_of(args, kwargs), module)
         # the hooks come first: where the layer runs, they acted before it ended and was recorded
         self._let_hooks_act(module, arguments)
         thorough = tracker.digest.counts_references(len(tracker.calls))
         if thorough and (following := tracker.following()) is not None and following.name == name:
-            references = References(name, module, self._cache.state)
+            references = References(name, module, self._cache.state, [*args, *kwargs.values()])
             tracker.digest.refer(tracker.digest.referred(references.values()), following.changing)
         call = tracker.expect(name)
         self._cache.state.check_called(name, module)

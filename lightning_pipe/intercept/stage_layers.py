@@ -30,11 +30,6 @@ class StageLayers(NamedTuple):
     heard: bool = True
 
     @property
-    def in_one_pass(self) -> int:
-        """The number of layers in one pass."""
-        return len(self.stage_of) or len(self.names)
-
-    @property
     def all(self) -> bool:
         """Whether no other stage runs layers."""
         return len(self.layers) == len(self.names)
@@ -66,7 +61,7 @@ class CallNumbers:
     """
 
     def __init__(self, stage: StageLayers) -> None:
-        self._stage, self._in_one_pass = stage, stage.in_one_pass
+        self._stage, self._in_one_pass = stage, len(stage.stage_of) or len(stage.names)
         self.behind, self._latest = "", ""
         self._calls: dict[int, int] = {}
         self._passes, self._at = 0, 0

@@ -173,3 +173,8 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The leaves of a call's arguments."""
     leaves = [*args, *kwargs.values()]
     return leaves if FLAT.issuperset(map(type, leaves)) else tree_leaves((args, kwargs))
+
+
+def keywords_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The names of a call's keyword arguments, and the keys of dictionaries among all."""
+    return [*kwargs, *(str(key) for each in (*args, *kwargs.values()) if isinstance(each, dict) for key in each)]

@@ -224,7 +224,8 @@ class Tracker(TorchFunctionMode):
         if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
             self.touch([] if self.waiting else tensors, name)
             return self.waiting or bool(func(*args, **kwargs))
-        self.digest.call(name, leaves, kwargs)
+        # what a hook refers to changes in backward passes, at other times on every rank
+        self.digest.call(name, tensors if name == "register_hook" else leaves, kwargs)
         return (self._answer if self.waiting else self._run)(name, func, args, kwargs, tensors)
 
     def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ def inside(value: Any) -> Any:
     """What a container or an object of the user's holds: a mapping, a sequence or a set; ``None`` for all else."""
     if isinstance(value, dict | list | tuple | deque | set | frozenset):
         return value
-    if isinstance(value, slice):
+    if isinstance(value, slice | range):
         return value.start, value.stop, value.step
     return attributes_of(value) if is_object(value) else None
 

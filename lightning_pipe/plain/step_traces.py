@@ -21,7 +21,7 @@ from lightning_pipe.intercept.kept_state import in_several_pipes
 from lightning_pipe.intercept.module_state import apply, check_portable, name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
-from lightning_pipe.intercept.torch_patches.patch import in_module
+from lightning_pipe.intercept.torch_patches.patch import current_run
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.plain.own_sources import untouched
 
@@ -127,8 +127,9 @@ class StepHooks:
     def _noting(self, register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:
             handle = register(module, *args, **kwargs)
-            # what a layer or an outside module registers is its own
-            if self._noted is not None and id(module) in self._modules and not in_module():
+            run = current_run()
+            own = run is None or not run.surroundings.inside  # what a layer or an outside module registers is its own
+            if own and self._noted is not None and id(module) in self._modules:
                 self._noted.append((handle, partial(register, module, *args, **kwargs)))
             return handle
 

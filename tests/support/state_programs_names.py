@@ -139,3 +139,81 @@ class BatchByItsArray(Shrinks):
         array = x.numpy()
         array *= self.state.clone().numpy()
         return x
+
+
+class Taking(Layer):
+    def forward(self, x: Tensor, taken: Any = None) -> Tensor:
+        x = super().forward(x)
+        return x if taken is None else self.use(x, taken)
+
+    def use(self, x: Tensor, taken: Any) -> Tensor:
+        return taken(x)  # type: ignore[no-any-return]
+
+
+class Gives(Counts):
+    """The first layer is given what depends on a counter."""
+
+    layer = Taking
+
+    def given(self) -> Any:
+        raise NotImplementedError
+
+    def step(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x, self.given())
+        self.count += 1
+        return self.behind(self.layers[1:](hidden))
+
+
+@program(MICRO_BATCHES, train=STALE)
+class GivesAFunction(Gives):
+    def given(self) -> Any:
+        return torch.tanh if self.count % 3 else torch.sigmoid
+
+
+@program(MICRO_BATCHES, train=STALE)
+class GivesAClosure(Gives):
+    def given(self) -> Any:
+        gain = 1 + self.count
+        return lambda x: x * gain
+
+
+@program(MICRO_BATCHES, train=STALE)
+class GivesAMethod(Gives):
+    def gained(self, x: Tensor) -> Tensor:
+        return x * (1 + self.count)
+
+    def given(self) -> Any:
+        return self.gained
+
+
+class ByCount(Taking):
+    def use(self, x: Tensor, taken: Any) -> Tensor:
+        return x * (1 + taken.count)
+
+
+@program(MICRO_BATCHES, train=STALE)
+class GivesItself(Gives):
+    layer = ByCount
+
+    def given(self) -> Any:
+        return self
+
+
+class ByKeys(Taking):
+    def use(self, x: Tensor, taken: Any) -> Tensor:
+        return x * taken.get("gain", 1.0) + taken.get("bias", 0.0)
+
+
+@program(MICRO_BATCHES, train=STALE)
+class GivesKeys(Gives):
+    layer = ByKeys
+
+    def given(self) -> Any:
+        return {"gain" if self.count % 3 else "bias": 0.5}
+
+
+@program(MICRO_BATCHES, train=r"exchanges `self\.layers\.0\.drop`", evaluate=r"exchanges `self\.layers\.0\.drop`")
+class ExchangesAPart(Counts):
+    def step(self, x: Tensor) -> Tensor:
+        self.layers[0].drop = nn.Identity()
+        return self.behind(self.layers(x))

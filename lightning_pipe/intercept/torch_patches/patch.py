@@ -24,12 +24,6 @@ def current_run() -> StageRun | None:
     return under_way.run
 
 
-def in_module() -> bool:
-    """Whether a layer or an outside module runs now, in a step."""
-    run = current_run()
-    return run is not None and run.surroundings.inside
-
-
 @contextmanager
 def running(run: StageRun) -> Iterator[None]:
     """While the context lasts, replacements that this thread calls follow ``run``."""
