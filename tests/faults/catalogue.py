@@ -105,7 +105,10 @@ def _fault(kind: str, phase: str, process: int, processes: int = 2) -> Fault:
     if kind in ("hang", "lock"):
         # a process whose interpreter's lock is held says nothing in words
         connected = phase not in _CONNECTING
-        return Fault(kind, phase, process, processes, told=_PLACE if connected else r"has waited \d+ s",
+        told = _PLACE if connected else r"has waited \d+ s|could not reach process 0 at .* within"
+        if phase == "writing":  # torch's own collectives do not say what they wait for: the error does
+            told += "|could not wait until the checkpoint .* was written by all within"
+        return Fault(kind, phase, process, processes, told=told,
                      each=kind == "hang" and connected, within=20.0, timeout=10.0, options=options)  # fmt: skip
     raise ValueError(kind)
 
