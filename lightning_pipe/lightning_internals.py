@@ -40,7 +40,7 @@ NAMES = {
     },
     "lightning.pytorch.core.module.LightningModule": {
         "_current_fx_name": "which hook runs: decides what self.log may do",
-        "_example_input_array": "hidden in a run: summaries and loggers would run the whole module on one rank",
+        "_example_input_array": "hidden in runs of a divided module: summaries and loggers would run it on one rank",
         "_trainer": "the Trainer, without the error if there is none",
         "_metric_attributes": "set by self.log: no attribute that the user's step has changed",
         "_device_mesh": "set as ModelParallelStrategy does, for modules that divide themselves",

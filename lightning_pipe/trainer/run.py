@@ -106,8 +106,6 @@ class PipelineRun:
             self.gradients.begin(trainer.optimizers)
         self._step = UserStep(self.pipeline, self._options.world, self.loaders.channel)
         self._changed.enter_context(self._step.metrics.installed())
-        # model summaries and loggers would run the whole module on one rank
-        self._changed.enter_context(replaced(self._module, "_example_input_array", None))
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         # once for all batches: to put these in place takes as long as a small layer

@@ -39,6 +39,7 @@ from lightning_pipe.lightning_internals import all_gather_over, optimizers_to_de
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.parameters.releasing import named_tensors
 from lightning_pipe.partition import Balance
+from lightning_pipe.patches import replaced
 from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.sharding.tensor_parallel import Parallelize
@@ -322,6 +323,8 @@ class PipeStrategy(ParallelStrategy):
             if run.pipeline.asynchronous is not None:
                 checks.check_asynchronous(trainer, run.pipeline, self.micro_batches, sharded=self.shard_optimizer)
         run.begin()
+        if run.late is None:  # a summary or a logger would run the divided module on one rank
+            self._changed.enter_context(replaced(trainer.lightning_module, "_example_input_array", None))
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -193,18 +193,18 @@ def backbone(runner: Runner) -> Any:
 
 
 def summary(kind: type[Any]) -> Callable[[Runner], Look]:
-    """What a summary counts."""
+    """What a summary shows, and the shape of the input that it shows sizes of, in a hook after batches."""
 
     def look(runner: Runner) -> Look:
         seen: list[Any] = []
 
         class Kept(kind):  # type: ignore[misc]
             @staticmethod
-            def summarize(
-                summary_data: Any, total_parameters: int, trainable_parameters: int, *_: Any, **__: Any
-            ) -> None:
-                rows = {name: values for name, values in summary_data if name.strip() in ("Name", "Type", "Params")}
-                seen.append((total_parameters, trainable_parameters, str(rows)))
+            def summarize(summary_data: Any, *counts: Any, **further: Any) -> None:
+                seen.append((str(summary_data), counts[:2], further.get("total_flops")))
+
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                seen.append(tuple(pl_module.example_input_array.shape))
 
         return {"callbacks": [Kept(max_depth=2)], "enable_model_summary": True}, lambda: seen
 
