@@ -228,6 +228,16 @@ def progress(kind: type[Any]) -> Callable[[Runner], Look]:
     return look
 
 
+class OwnBar(callbacks.ProgressBar):
+    """A progress bar of one's own, as Lightning's documentation has it: it can do no more than it must."""
+
+    def enable(self) -> None:
+        """As the base class asks."""
+
+    def disable(self) -> None:
+        """As the base class asks."""
+
+
 def spikes(runner: Runner) -> Look:
     """What a `SpikeDetection` compares: every batch's loss."""
     losses: list[float] = []
@@ -386,6 +396,7 @@ CASES: dict[str, Callable[[Runner], Any]] = {
     "GradientAccumulationScheduler": accumulation,
     "BackboneFinetuning": backbone,
     "RichModelSummary": alone(summary(callbacks.RichModelSummary)),
+    "ProgressBar": alone(progress(OwnBar)),
     "RichProgressBar": alone(progress(callbacks.RichProgressBar)),
     "LearningRateFinder": rate_callback,
     "Tuner": found_rate,

@@ -64,7 +64,6 @@ MARKS: dict[str, list[tuple[str, ...]]] = {
     "ModelSummary": [(CALLBACK, "ModelSummary", "works"), (FLAG, "enable_model_summary", "works")],
     "TQDMProgressBar": [
         (CALLBACK, "TQDMProgressBar", "works"),
-        (CALLBACK, "ProgressBar", "works"),
         (FLAG, "enable_progress_bar", "works"),
     ],
     "SimpleProfiler": [(PROFILER, "SimpleProfiler", "works"), (PROFILER, "Profiler", "works")],
