@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 from lightning_pipe.errors import ConfigurationError
@@ -53,16 +54,48 @@ def is_thorough(batch: int) -> bool:
     return batch <= THOROUGH or batch % _SAMPLED == 0
 
 
-def check_loss_weight(weight: object) -> None:
-    """Refuse what says nothing about a micro-batch's loss.
+def check_options(
+    micro_batches: object,
+    layers: object,
+    balance: object,
+    loss_weight: object,
+    split_batch: object,
+    passes: object,
+    timeout: object,
+) -> None:
+    """Refuse what options of `PipeStrategy` and `Pipeline` cannot be.
 
     Raises:
-        ConfigurationError: neither a function nor ``"sum"`` nor ``None``.
+        ConfigurationError: names the option, and what to use.
     """
-    if not (weight is None or weight == "sum" or callable(weight)):
+    _check_count("micro_batches", micro_batches)
+    if layers is not None and not (isinstance(layers, Sequence) and all(isinstance(path, str) for path in layers)):
         raise ConfigurationError(
-            f"loss_weight={weight!r} is not known.",
+            f"layers={layers!r} names no layers.",
+            hint='Use a dotted path of named_modules(), such as "model.layers", several in a list, or None.',
+        )
+    if not (isinstance(balance, Sequence) or callable(balance)):
+        raise ConfigurationError(
+            f"balance={balance!r} is not known.",
+            hint='Use "auto", "parameters", a list such as [2, 3, 2], or a function of a layer.',
+        )
+    if not (loss_weight is None or loss_weight == "sum" or callable(loss_weight)):
+        raise ConfigurationError(
+            f"loss_weight={loss_weight!r} is not known.",
             hint="Use a function of a micro-batch, 'sum', or None: the number of samples.",
+        )
+    if not (split_batch is None or callable(split_batch)):
+        raise ConfigurationError(
+            f"split_batch={split_batch!r} is no function.",
+            hint="Use one of the batch and the number of micro-batches, which returns these, or None.",
+        )
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigurationError(
+            f"passes={passes!r}: a training step runs its layers a whole number of times, at least 1."
+        )
+    if not isinstance(timeout, timedelta):
+        raise ConfigurationError(
+            f"timeout={timeout!r} has no unit.", hint="Write timeout=datetime.timedelta(seconds=…)."
         )
 
 

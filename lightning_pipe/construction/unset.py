@@ -96,7 +96,7 @@ def check_all_set(module: nn.Module) -> None:
         raise CutError(
             f"nothing initialises {shown}, made on the meta device.",
             hint="Give the module that owns it a method reset_parameters(), pass a checkpoint that holds it "
-            "(trainer.fit(…, ckpt_path=…)), or build it in `with trainer.init_module():`.",
+            "(trainer.fit(…, ckpt_path=…)), or build it in `with lightning_pipe.deferred_init():`.",
         )
 
 

@@ -19,8 +19,10 @@ def check_module(module: nn.Module) -> None:
     Modules whose gradients are no sums over samples are refused, too: losses do not show it.
 
     Raises:
-        PartitionError: there is one.
+        PartitionError: there is one, or it is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise PartitionError(f"A torch.nn.Module is needed, not {module!r:.60}.")
     name = next((name for name, tensor in named_tensors(module) if is_lazy(tensor)), None)
     if name is not None:
         raise PartitionError(

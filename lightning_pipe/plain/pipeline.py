@@ -35,7 +35,8 @@ from lightning_pipe.batches.batch_splitter import BatchSplitter
 from lightning_pipe.batches.micro_batches import LossWeight
 from lightning_pipe.batches.outputs import losses_on_host, of_batch
 from lightning_pipe.batches.split_batch import SplitBatch
-from lightning_pipe.config import Auto, RankOrder, check_loss_weight
+from lightning_pipe.config import Auto, RankOrder, check_options
+from lightning_pipe.construction import check_all_set, initialise_meta
 from lightning_pipe.engine.pipeline import Pipeline as Engine
 from lightning_pipe.engine.refusals import check_module
 from lightning_pipe.engine.stage import loss_of
@@ -116,7 +117,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         compare_losses: bool = True,
     ) -> None:
-        check_loss_weight(loss_weight)
+        check_options(micro_batches, layers, balance, loss_weight, split_batch, passes, timeout)
         family = schedules.get(schedule)
         if isinstance(micro_batches, int):
             family = family.for_batches_of(micro_batches)
@@ -129,6 +130,9 @@ class Pipeline:
         place = _device_of(model) if device is None else torch.device(device)
         transport = open_transport(topology_of(layout, family, rank_order, hosts), place, timeout)
         vars(rank_zero_only).setdefault("rank", transport.process)  # whose warnings are shown
+        self._seed = transport.broadcast_object(torch.initial_seed(), 0, tuple(range(world_size)))
+        initialise_meta(model, self._seed)
+        check_all_set(model)
         self._engine = Engine(
             *(model, found, counts, family, transport),
             recompute=recompute,
@@ -149,9 +153,7 @@ class Pipeline:
         self._splitter = BatchSplitter(
             self._engine, micro_batches, split_batch, loss_weight, compare_losses=compare_losses
         )
-        self._seed = transport.broadcast_object(torch.initial_seed(), 0, tuple(range(world_size)))
-        self._calls = 0
-        self._in_turns = False
+        self._calls, self._in_turns = 0, False
         self._ended: str | None = None
         if world_size > 1:
             atexit.register(self._close)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -19,7 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
-from lightning_pipe.config import Sharding, check_loss_weight
+from lightning_pipe.config import Sharding
 from lightning_pipe.distributions import maker
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
@@ -56,36 +55,27 @@ def refusing_old_options(create: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def check_options(
-    timeout: object, reduce_dtype: object, passes: int, limit: object, evaluation_micro_batches: int, weight: object
-) -> None:
-    """Refuse values that options of `PipeStrategy` cannot have.
+def check_options(reduce_dtype: object, limit: object, evaluation_micro_batches: object) -> None:
+    """Refuse values that options of `PipeStrategy` alone cannot have.
 
     Raises:
         ConfigurationError: names the option, and what to use.
     """
-    if not isinstance(timeout, timedelta):
-        raise ConfigurationError(
-            f"timeout={timeout!r} has no unit.", hint="Write PipeStrategy(timeout=datetime.timedelta(seconds=…))."
-        )
     if reduce_dtype not in (None, "bfloat16"):
         raise ConfigurationError(
             f"reduce_dtype={reduce_dtype!r} is not supported.",
             hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
         )
-    if passes < 1:
-        raise ConfigurationError(f"passes={passes}: a training step runs its layers at least once.")
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
         raise ConfigurationError(
             f"gather_limit={limit!r}: a number of bytes is needed, 0 or more.",
             hint="2**30 is one GiB; 0 leaves every module divided after a run.",
         )
-    if evaluation_micro_batches < 1:
+    if not isinstance(evaluation_micro_batches, int) or evaluation_micro_batches < 1:
         raise ConfigurationError(
-            f"evaluation_micro_batches={evaluation_micro_batches}: a batch has at least one.",
+            f"evaluation_micro_batches={evaluation_micro_batches!r}: a batch has at least one.",
             hint="Use 1, which runs batches whole, or a number of parts that fit.",
         )
-    check_loss_weight(weight)
 
 
 def check_sharding(shard_optimizer: Sharding, tensor_parallel_size: int, parallelize: object) -> None:

@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_pipe import schedules
 from lightning_pipe.batches.micro_batches import LossWeight
 from lightning_pipe.batches.split_batch import SplitBatch
-from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding
+from lightning_pipe.config import Auto, RankOrder, RunLayout, Sharding, check_options
 from lightning_pipe.construction import check_all_set, deferred_init
 from lightning_pipe.distributions import be_strategy_of_both
 from lightning_pipe.engine.first_batch.trial_runs import is_alone
@@ -163,7 +163,8 @@ class PipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        checks.check_options(timeout, reduce_dtype, passes, gather_limit, evaluation_micro_batches, loss_weight)
+        check_options(micro_batches, layers, balance, loss_weight, split_batch, passes, timeout)
+        checks.check_options(reduce_dtype, gather_limit, evaluation_micro_batches)
         checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
         self.world, self.num_nodes = World(), 1
         family = schedules.get(schedule)

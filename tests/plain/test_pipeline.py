@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_pipe import Pipeline
+from lightning_pipe import Pipeline, PipeStrategy
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError
 from lightning_pipe.schedules import Chimera
 from tests.support.processes import in_turn, outcomes, run_world
@@ -307,6 +308,37 @@ def test_input_that_cannot_work_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert pipeline.train(model.loss, batch).item() == pytest.approx(net().loss(batch).item())  # one process goes on
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(lambda: Pipeline(net(), layers="blocks"), "there is no process group")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("micro_batches", value) for value in ("4", None, 2.0, True)),
+        *(("layers", value) for value in (3, [3], [nn.Linear(2, 2)])),
+        *(("balance", 3), ("loss_weight", 2), ("split_batch", 4), ("passes", "2"), ("passes", 0), ("timeout", 30)),
+        ("timeout", None),
+    ],
+)
+def test_options_of_another_kind_are_named(option: str, value: Any) -> None:
+    for take in (partial(Pipeline, net(), stages=2), PipeStrategy):
+        refused(partial(take, **{option: value}), f"{option}={re.escape(repr(value))}")
+
+
+def test_what_is_no_module_is_told_so() -> None:
+    no_module: Any = [nn.Linear(2, 2)]
+    refused(lambda: Pipeline(no_module, stages=2), "Module is needed, not .Linear")
+
+
+def test_a_model_on_the_meta_device_initialises_itself() -> None:
+    with torch.device("meta"):
+        model, other = net(), net()
+        other.scale = nn.Parameter(torch.ones(1))
+    pipeline = Pipeline(model, **UNCOMPARED, stages=2, micro_batches=2)
+    (batch,) = batches(1)
+    assert pipeline.train(model.loss, batch).isfinite()
+    assert all(value.std() > 0 for name, value in pipeline.state_dict().items() if name.endswith("weight"))
+    with pytest.raises(CutError, match="nothing initialises 'scale'"):
+        Pipeline(other, **UNCOMPARED, stages=2)
 
 
 def different(process: int) -> Any:
