@@ -55,6 +55,7 @@ from lightning_pipe.transport.arrangement import arrange, open_transport, topolo
 
 _DIVIDED: WeakSet[nn.Module] = WeakSet()
 """The models of pipelines with all their parts."""
+_ANEW = "After an error start the processes anew, from the last checkpoint."
 
 
 class Pipeline:
@@ -154,7 +155,7 @@ class Pipeline:
             self._engine, micro_batches, split_batch, loss_weight, compare_losses=compare_losses
         )
         self._calls, self._in_turns = 0, False
-        self._ended: str | None = None
+        self._barred: tuple[str, str] | None = None  # why nothing can be called, and what to do
         if world_size > 1:
             atexit.register(self._close)
 
@@ -292,23 +293,22 @@ class Pipeline:
     @contextmanager
     def _at_work(self, call: str) -> Iterator[None]:
         """Around what needs the other ranks: after an error nobody knows where these are."""
-        if self._ended is not None:
-            raise ConfigurationError(
-                f"{call} is called after {self._ended}, which has ended this pipeline.",
-                hint="After an error start the processes anew, from the last checkpoint.",
-            )
+        if self._barred is not None:
+            raise ConfigurationError(f"{call} is called {self._barred[0]}.", hint=self._barred[1])
         self._calls += 1
+        self._barred = f"in a step of {call}", "Call it between batches: ranks do not run a step equally often."
         try:
             yield
+            self._barred = None
         except BaseException as error:
-            # one process waits for nobody
-            if self._engine.transport.topology.world_size > 1:
-                self._ended = f"an error ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            ended = f"after an error ({reason}), which has ended this pipeline", _ANEW
+            self._barred = ended if self._engine.transport.topology.world_size > 1 else None  # one waits for nobody
             raise
 
     def _close(self) -> None:
         """At the end of the process, which groups and threads must not outlive; after an error nobody waits."""
-        if self._ended is None:
+        if self._barred is None:
             self._engine.transport.close()
 
     def _scale(self, scaler: torch.amp.GradScaler | None) -> float:

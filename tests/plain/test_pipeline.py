@@ -303,6 +303,10 @@ def test_input_that_cannot_work_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
     refused(lambda: pipeline.train(lambda part: {"error": model.loss(part)}, batch), "without a loss tensor")
     refused(lambda: pipeline.train(lambda part: model.loss(part).detach(), batch), "no parameter that is trained")
     refused(lambda: pipeline.train(model.loss), "no batch on any rank")
+    for call in (pipeline.state_dict, lambda: pipeline.clip_grad_norm_(1.0), lambda: pipeline.evaluate(model.loss, [])):
+        refused(
+            lambda call=call: pipeline.train(lambda part: (call(), model.loss(part))[1], batch), "in a step of train"
+        )
     with pytest.raises(RuntimeError, match=r"missing embed\.weight"):
         pipeline.load_state_dict({name: value for name, value in net().state_dict().items() if "embed" not in name})
     assert pipeline.train(model.loss, batch).item() == pytest.approx(net().loss(batch).item())  # one process goes on
