@@ -16,7 +16,6 @@ _AHEAD = f"fetches the batches of an evaluation, whose steps run ahead of the lo
 _COPY = "a copy of the module that is made before its layers are divided is refused"
 
 NAMES = {
-    "lightning.fabric.utilities.cloud_io": {"_is_local_file_protocol": "whether a path is one of this machine"},
     "lightning.fabric.utilities.distributed": {
         "_all_gather_ddp_if_available": "gathers over the replicas, as Lightning's strategies do",
         "_init_dist_connection": "connects the processes, as Lightning's strategies do",
@@ -40,7 +39,6 @@ NAMES = {
     },
     "lightning.pytorch.core.module.LightningModule": {
         "_current_fx_name": "which hook runs: decides what self.log may do",
-        "_example_input_array": "hidden in runs of a divided module: summaries and loggers would run it on one rank",
         "_trainer": "the Trainer, without the error if there is none",
         "_metric_attributes": "set by self.log: no attribute that the user's step has changed",
         "_device_mesh": "set as ModelParallelStrategy does, for modules that divide themselves",
@@ -91,6 +89,9 @@ NAMES = {
     "lightning.pytorch.callbacks.weight_averaging.WeightAveraging": {"_average_model": _COPY},
     "lightning.pytorch.callbacks.stochastic_weight_avg.StochasticWeightAveraging": {"_average_model": _COPY},
     "lightning.pytorch.plugins.precision.Precision": {"_after_closure": f"gradients have been clipped; {_OWN}"},
+    "lightning.pytorch.profilers.pytorch.PyTorchProfiler": {
+        "_register": "names parts of layers by hooks, which would end on one rank what begins on another: taken off"
+    },
     "torchmetrics.Metric": {
         "_computed": "the result that compute keeps: forgotten where the state is exchanged",
         "_defaults": "the names of a metric's states",
@@ -104,7 +105,6 @@ NAMES = {
 check(VERSIONS, NAMES)
 
 # ruff: noqa: E402  what is missing is named above, all of it
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local_path
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_over
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_threads

@@ -325,7 +325,7 @@ class PipeStrategy(ParallelStrategy):
                 checks.check_asynchronous(trainer, run.pipeline, self.micro_batches, sharded=self.shard_optimizer)
         run.begin()
         if run.late is None:  # a summary or a logger would run the divided module on one rank
-            self._changed.enter_context(replaced(trainer.lightning_module, "_example_input_array", None))
+            self._changed.enter_context(replaced(type(trainer.lightning_module), "example_input_array", None))
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

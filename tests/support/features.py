@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch import callbacks, loggers, profilers
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.tuner import Tuner
+from torch import nn
 
-from tests.support.lit_modules import Data, Lit
+from tests.support.lit_modules import CLASSES, Data, Lit
 from tests.support.trainer_runs import QUIET, ROWS, quiet
 
 
@@ -287,6 +288,22 @@ def profiled(kind: type[Any]) -> Callable[[Runner], Look]:
     return look
 
 
+class Blocks(Lit):
+    """Layers that have parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
+        self.model = nn.Sequential(*blocks, nn.Linear(16, CLASSES))
+
+
+def profiled_parts(runner: Runner) -> Any:
+    """What training and validation are with a profiler that would name the parts of layers, by hooks on them."""
+    options, seen = profiled(profilers.PyTorchProfiler)(runner)
+    trainer = runner.fit(Blocks(), **options)
+    return seen(), trainer.validate(trainer.lightning_module, datamodule=Data(ROWS), verbose=False), weights(trainer)
+
+
 def logged(runner: Runner) -> dict[str, list[str]]:
     """The columns of the CSV file that a run has written, without what is left empty; empty on other processes."""
     files = sorted(runner.folder.rglob("metrics.csv"))
@@ -401,7 +418,7 @@ CASES: dict[str, Callable[[Runner], Any]] = {
     "LearningRateFinder": rate_callback,
     "Tuner": found_rate,
     "AdvancedProfiler": alone(profiled(profilers.AdvancedProfiler)),
-    "PyTorchProfiler": alone(profiled(profilers.PyTorchProfiler)),
+    "PyTorchProfiler": profiled_parts,
     "PassThroughProfiler": alone(profiled(profilers.PassThroughProfiler)),
     "Logger": own_logger(log_every_n_steps=2, enable_autolog_hparams=False),
 }

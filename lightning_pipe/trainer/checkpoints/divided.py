@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from lightning_pipe.construction import place_meta, read_out, unread
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CheckpointError
-from lightning_pipe.lightning_internals import is_local_path
 from lightning_pipe.local_parts import whole
 from lightning_pipe.parameters.loading import load_held
 from lightning_pipe.parameters.releasing import named_tensors
@@ -162,7 +161,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is something else, or a part of a checkpoint.
         """
-        place = file.complete_path(os.fspath(path)) if is_local_path(path) else os.fspath(path)
+        place = file.complete_path(os.fspath(path)) if file.is_local(path) else os.fspath(path)
         if folder.is_folder(place):
             names = {name for name, _ in named_tensors(self.module)}
             return folder.load(place, lambda key: self._holds(plain_name(key, names)), weights_only)

@@ -19,12 +19,16 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_pipe.errors import CheckpointError
-from lightning_pipe.lightning_internals import is_local_path
+
+
+def is_local(path: str | Path) -> bool:
+    """Whether a path is one of this machine: others name a protocol, as ``s3://`` does."""
+    return "://" not in str(path) or str(path).startswith("file://")
 
 
 def is_ours(path: str | Path, io: CheckpointIO) -> bool:
     """Whether a file is one of Lightning's own on a local disk: others go through their plugin as they are."""
-    return type(io) is TorchCheckpointIO and is_local_path(path)
+    return type(io) is TorchCheckpointIO and is_local(path)
 
 
 def read(path: str, weights_only: bool | None) -> Any:
