@@ -106,10 +106,9 @@ class PipelineRun:
             self.gradients.begin(trainer.optimizers)
         self._step = UserStep(self.pipeline, self._options.world, self.loaders.channel)
         self._changed.enter_context(self._step.metrics.installed())
+        # hooks of a profiler name parts of layers, and would end what another rank begins
         if (register := getattr(trainer.profiler, "_register", None)) is not None:
-            register.__exit__(
-                None, None, None
-            )  # its hooks name parts of layers, and would end what another rank begins
+            register.__exit__(None, None, None)
         # hooks may keep parameters, or copies of them, in these objects
         self.pipeline.ownership.elsewhere = [self._module, *trainer.callbacks]
         # once for all batches: to put these in place takes as long as a small layer
