@@ -62,8 +62,12 @@ def check_options(
     split_batch: object,
     passes: object,
     timeout: object,
+    *,
+    evaluation_micro_batches: object = 1,
+    gather_limit: object = 0,
+    reduce_dtype: object = None,
 ) -> None:
-    """Refuse what options of `PipeStrategy` and `Pipeline` cannot be.
+    """Refuse what options of `PipeStrategy` and `Pipeline` cannot be; the last ones `PipeStrategy` alone has.
 
     Raises:
         ConfigurationError: names the option, and what to use.
@@ -96,6 +100,21 @@ def check_options(
     if not isinstance(timeout, timedelta):
         raise ConfigurationError(
             f"timeout={timeout!r} has no unit.", hint="Write timeout=datetime.timedelta(seconds=…)."
+        )
+    if not isinstance(evaluation_micro_batches, int) or evaluation_micro_batches < 1:
+        raise ConfigurationError(
+            f"evaluation_micro_batches={evaluation_micro_batches!r}: a batch has at least one.",
+            hint="Use 1, which runs batches whole, or a number of parts that fit.",
+        )
+    if not isinstance(gather_limit, int) or isinstance(gather_limit, bool) or gather_limit < 0:
+        raise ConfigurationError(
+            f"gather_limit={gather_limit!r}: a number of bytes is needed, 0 or more.",
+            hint="2**30 is one GiB; 0 leaves every module divided after a run.",
+        )
+    if reduce_dtype not in (None, "bfloat16"):
+        raise ConfigurationError(
+            f"reduce_dtype={reduce_dtype!r} is not supported.",
+            hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
         )
 
 

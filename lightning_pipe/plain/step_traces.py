@@ -127,9 +127,8 @@ class StepHooks:
     def _noting(self, register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:
             handle = register(module, *args, **kwargs)
-            run = current_run()
-            own = run is None or not run.surroundings.inside  # what a layer or an outside module registers is its own
-            if own and self._noted is not None and id(module) in self._modules:
+            inside = (run := current_run()) is not None and run.surroundings.inside
+            if self._noted is not None and id(module) in self._modules and not inside:
                 self._noted.append((handle, partial(register, module, *args, **kwargs)))
             return handle
 

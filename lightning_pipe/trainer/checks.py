@@ -55,29 +55,6 @@ def refusing_old_options(create: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def check_options(reduce_dtype: object, limit: object, evaluation_micro_batches: object) -> None:
-    """Refuse values that options of `PipeStrategy` alone cannot have.
-
-    Raises:
-        ConfigurationError: names the option, and what to use.
-    """
-    if reduce_dtype not in (None, "bfloat16"):
-        raise ConfigurationError(
-            f"reduce_dtype={reduce_dtype!r} is not supported.",
-            hint='Use "bfloat16": it has the range of float32, so that sums do not overflow; or None.',
-        )
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-        raise ConfigurationError(
-            f"gather_limit={limit!r}: a number of bytes is needed, 0 or more.",
-            hint="2**30 is one GiB; 0 leaves every module divided after a run.",
-        )
-    if not isinstance(evaluation_micro_batches, int) or evaluation_micro_batches < 1:
-        raise ConfigurationError(
-            f"evaluation_micro_batches={evaluation_micro_batches!r}: a batch has at least one.",
-            hint="Use 1, which runs batches whole, or a number of parts that fit.",
-        )
-
-
 def check_sharding(shard_optimizer: Sharding, tensor_parallel_size: int, parallelize: object) -> None:
     """Refuse options of `PipeStrategy` about what processes divide that have no such value, or contradict each other.
 

@@ -163,8 +163,12 @@ class PipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        check_options(micro_batches, layers, balance, loss_weight, split_batch, passes, timeout)
-        checks.check_options(reduce_dtype, gather_limit, evaluation_micro_batches)
+        check_options(
+            *(micro_batches, layers, balance, loss_weight, split_batch, passes, timeout),
+            evaluation_micro_batches=evaluation_micro_batches,
+            gather_limit=gather_limit,
+            reduce_dtype=reduce_dtype,
+        )
         checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
         self.world, self.num_nodes = World(), 1
         family = schedules.get(schedule)
