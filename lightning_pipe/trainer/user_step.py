@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_pipe.batches.micro_batches import MicroBatches
 from lightning_pipe.batches.outputs import losses_on_host
 from lightning_pipe.engine.pipeline import Pipeline
-from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.errors import ConfigurationError, CutError, RepeatedRunError
 from lightning_pipe.intercept.digest import GivenOtherValuesError
 from lightning_pipe.intercept.module_state import name_of
 from lightning_pipe.intercept.recompute import is_recomputing
@@ -20,6 +20,8 @@ from lightning_pipe.trainer.whole_model.logging import Log, Logged, Merged, comb
 from lightning_pipe.trainer.whole_model.metrics import Metrics
 from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingBroadcast
+
+_SETTINGS = (bool, int, float, str, tuple)  # of optimizers; a tensor stays where it is
 
 
 @dataclass
@@ -33,6 +35,7 @@ class StepReport:
         asked: whether this rank was asked to stop the training, and by signals to end, and to save and be requeued.
         repeats: whether the step has ended since it has to run in another way.
         hooks: those on modules that the step has left, by their places among all that it has registered.
+        settings: of the optimizers' groups, which the step may set behind the layers.
     """
 
     outputs: dict[int, Any] | None
@@ -41,6 +44,7 @@ class StepReport:
     asked: list[bool]
     repeats: bool = False
     hooks: tuple[int, ...] = ()
+    settings: list[dict[str, Any]] = field(default_factory=list)
 
 
 def known_outputs(reports: Sequence[StepReport]) -> dict[int, Any]:
@@ -179,6 +183,9 @@ class StepOfBatch:
         self._context = getattr(trainer.precision_plugin, f"{trainer.state.stage.dataloader_prefix}_step_context")
         self._training = name == "training_step"
         self._logged: Logged = {}
+        self._settings: list[dict[str, Any]] = []
+        optimizers = trainer.optimizers if self._training and user_step.pipeline.synchronous else ()
+        self._groups = [group for each in optimizers for group in each.param_groups]
         self._traces = TracesOfBatch(len(micro_batches.parts), may_repeat=may_repeat)
 
     def __call__(self, index: int, micro_batch: Any) -> Any:
@@ -200,6 +207,7 @@ class StepOfBatch:
         undoing = common.traces.undoing(self._traces, before, common.metrics.remembered)
         with common.log.recording(self._logged, index), undoing, self._context():
             result = self._run(micro_batch)
+            self._note_settings()
             # within these contexts: a run that still waits for what other ranks send must not count as complete
             common.pipeline.returning(result)
         return result
@@ -213,6 +221,16 @@ class StepOfBatch:
                 f"{self._method.__name__} raises StopIteration: an iterator that it takes from has ended.",
                 hint="Give next() a default, or let the items come with the batch (CombinedLoader).",
             ) from error
+
+    def _note_settings(self) -> None:
+        """Note what a training step has set in groups of optimizers; each of its runs must leave the same."""
+        settings = [{key: v for key, v in group.items() if isinstance(v, _SETTINGS)} for group in self._groups]
+        if self._settings not in ([], settings):
+            raise RepeatedRunError(
+                "each run of the step changes a setting of an optimizer, such as its learning rate, once more.",
+                hint="Change it in on_train_batch_end, or let Lightning step the scheduler (interval='step').",
+            )
+        self._settings = settings
 
     def share(self, *, send_outputs: bool = True) -> dict[int, Any] | None:
         """Exchange, adopt and replay what the step of this batch did. Collective over the pipeline.
@@ -234,6 +252,8 @@ class StepOfBatch:
             self._traces.undo()
             return None
         common.traces.adopt([each.changes for each in reports], self.before)
+        for group, settings in zip(self._groups, reports[0].settings, strict=False):
+            group.update(settings)
         self.replay(reports)
         common.take_over(reports, training=self._training)
         return known_outputs(reports)
@@ -250,7 +270,8 @@ class StepOfBatch:
         losses = losses_of(outputs) if self.micro_batches.summed else {}
         # what is logged is weighted as the losses are
         logged = common.log.merge(self._logged, self.micro_batches.sizes, amounts, losses)
-        return StepReport(outputs, logged, changes, common.asked(self._training), hooks=self._traces.left())
+        asked, hooks = common.asked(self._training), self._traces.left()
+        return StepReport(outputs, logged, changes, asked, hooks=hooks, settings=self._settings)
 
     def replay(self, reports: Sequence[StepReport], *, own_batch: bool = True) -> None:
         """Log for the whole batch what the step logged on the ranks with the last stage; have the hooks that it left.

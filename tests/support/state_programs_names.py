@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.state_programs import MICRO_BATCHES, STALE, WIDTH, Base, Layer, program
+from tests.support.state_programs import BATCH_WHOLE, MICRO_BATCHES, STALE, WIDTH, Base, Layer, program
 from tests.support.state_programs_own import Counts
 
 
@@ -217,3 +217,45 @@ class ExchangesAPart(Counts):
     def step(self, x: Tensor) -> Tensor:
         self.layers[0].drop = nn.Identity()
         return self.behind(self.layers(x))
+
+
+class Rated(Base):
+    """The step sets the learning rate behind the layers."""
+
+    remedy = "RateByTheStep"
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return 0.1 / (1 + self.global_step)
+
+    def behind(self, out: Tensor) -> Tensor:
+        for group in (group for each in self.trainer.optimizers for group in each.param_groups):
+            group["lr"] = self.rate(group)
+        return super().behind(out)
+
+
+@program(BATCH_WHOLE)
+class RateByTheStep(Rated):
+    pass
+
+
+_CHANGES = "each run of the step changes a setting of an optimizer"
+
+
+@program(MICRO_BATCHES, train=_CHANGES)
+class RateByTheRate(Rated):
+    def rate(self, group: dict[str, Any]) -> float:
+        return group["lr"] * 0.9  # type: ignore[no-any-return]
+
+
+@program(MICRO_BATCHES, train=_CHANGES)
+class StepsAScheduler(Base):
+    remedy = "RateByTheStep"
+
+    def behind(self, out: Tensor) -> Tensor:
+        if self.trainer.training:
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        return super().behind(out)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]

@@ -185,13 +185,13 @@ TOLD = {
     *("CounterBefore", "ConfigOfLayersBehind", "GlobalInLayers", "CountsOfLayersInAHook", "ScalesLayersBehind"),
     *("ShrinksBuffers", "SetsAnotherLayer", "ItemsBefore", "OwnGeneratorBefore", "BufferInPlaceBefore"),
     *("QueueBefore", "DecaysWeightsBehind", "AuxiliaryLossesInLists", "SetsItsOwner", "GlobalBefore"),
-    *("ReadsALayerAhead", "BatchByItsArray"),
+    *("ReadsALayerAhead", "BatchByItsArray", "StepsAScheduler"),
 }
 """One program for each kind of error."""
 KEPT = {
     *("AugmentsBefore", "AuxiliaryLosses", "LazyMasks", "ScalesLayersInAHook", "TeacherInAHook", "LayersKeep"),
     *("CounterBeforeReadBehind", "DecaysWeightsInAHook", "LayersReadTheBatch", "Centred", "ConfigBehind"),
-    *("CountsOfLayersLogged", "BufferByItsDataBehind"),
+    *("CountsOfLayersLogged", "BufferByItsDataBehind", "RateByTheStep"),
 }
 """One program for each way in which state stays equal."""
 FAST: dict[tuple[str, str], set[str]] = {
