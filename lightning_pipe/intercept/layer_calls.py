@@ -73,13 +73,7 @@ class LayerCalls:
         routed: the numbers of tensors that go to another stage than the next, with that stage.
     """
 
-    def __init__(
-        self,
-        stage: StageLayers,
-        tracker: Tracker,
-        skips: StepStore,
-        cache: RunCache,
-    ) -> None:
+    def __init__(self, stage: StageLayers, tracker: Tracker, skips: StepStore, cache: RunCache) -> None:
         self.tracker, self.routed = tracker, dict[int, int]()
         self.ran: list[nn.Module] = []
         self._stage, self._others = stage, tracker.partial

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.tensor_state import (
-    copy_of,
-    place_of,
-    same_objects,
-    same_values,
-    version_of,
-)
+from lightning_pipe.intercept.tensor_state import copy_of, place_of, same_objects, same_values, version_of
 from lightning_pipe.intercept.user_objects import LARGE, attributes_of, is_object
 from lightning_pipe.torch_internals import DisableTorchFunction
 

@@ -33,12 +33,7 @@ from lightning_pipe.intercept.torch_functions import (
     values_read,
 )
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.torch_internals import (
-    current_function_mode,
-    pop_function_mode,
-    push_function_mode,
-    tree_unflatten,
-)
+from lightning_pipe.torch_internals import current_function_mode, pop_function_mode, push_function_mode, tree_unflatten
 
 
 class Tracker(TorchFunctionMode):
