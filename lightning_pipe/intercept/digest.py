@@ -104,8 +104,8 @@ class Digest:
     ) -> None:
         """A function or module is called, here or on an earlier stage, with such leaves, the last ones by keywords."""
         if not self.idle:
-            mode = 0 if module is None else 1 + module.training
-            self._word = mix(self._word, _name(name, *keywords), mode, *[self.of(leaf) for leaf in leaves])
+            mode = torch.is_grad_enabled(), 0 if module is None else 1 + module.training
+            self._word = mix(self._word, _name(name, *keywords), *mode, *[self.of(leaf) for leaf in leaves])
             self.words.append(self._word & ~1)
 
     def count(self, name: str, value: Any) -> None:

@@ -116,8 +116,7 @@ class LayerCalls:
                 # With the layers on one stage nobody needs a record: code behind them sees what they leave behind.
                 if self._others or self._again:
                     self._begin(name, module, () if plain else given, arguments)
-                noting = self._again and self._references is not None  # of `.data` nobody counts the changes
-                values = [copy_of(local(each)) for each in module.parameters()] if noting else []
+                values = [copy_of(local(p)) for p in module.parameters()] if self._again and self._references else []
                 hooked = cache.hooked.of(module)
                 start = graph_nodes()
                 if hooked:
@@ -150,7 +149,9 @@ class LayerCalls:
             arguments: the leaves of that.
         """
         self._running, digest = (name, module), self.tracker.digest
-        self._references = references = References(name, module, self.cache.state, given) if digest.thorough else None
+        self._references = references = (
+            References(name, module, self.cache.state, arguments) if digest.thorough else None
+        )
         if references is not None and not digest.idle:
             references.before = digest.referred(references.values())
         self._watch = None
@@ -297,7 +298,7 @@ class LayerCalls:
     def _check_unchanged(self, name: str, module: nn.Module, values: Sequence[Tensor]) -> None:
         """Refuse what a layer whose forward pass runs again has changed unseen: the second run would find it.
 
-        Of its parameters their former ``values`` tell, if there are any.
+        Of its parameters, whose ``.data`` nobody counts, their former ``values`` tell, if there are any.
         """
         if not all(map(same_values, map(local, module.parameters()), values)):
             raise found_changed(f"a parameter of '{name}'")

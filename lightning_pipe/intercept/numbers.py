@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,10 +99,12 @@ class Numbers:
                 f"{tuple(placeholder.shape)} {placeholder.dtype} on this one.",
                 hint=SAME_PATH,
             )
+        attributes = set_attributes(placeholder)
         self.bind(value, number)
         self._alive.pop(number)
         try:
             swap(placeholder, value)
+            vars(placeholder).update(attributes)
         except CutError as error:
             self.unfilled[number] = error.message
         self._alive[number] = weakref.ref(placeholder)
@@ -112,6 +115,11 @@ class Numbers:
         if number is not None:
             del self._alive[number]  # tensors with weak references cannot be swapped
         swap(old, new)
+
+
+def set_attributes(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that the user's code has set in a tensor."""
+    return {name: each for name, each in vars(tensor).items() if name[0] != "_" and name != "differentiable"}
 
 
 def next_token() -> int:

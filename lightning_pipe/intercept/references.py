@@ -17,13 +17,14 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.kept_state import is_data, is_own, is_state
+from lightning_pipe.intercept.numbers import set_attributes
 from lightning_pipe.intercept.user_objects import LARGE, inside, is_users, values_in, walk
 
 if TYPE_CHECKING:
@@ -41,15 +42,16 @@ class References:
         name: the layer or outside module.
         module: the module.
         state: knows who runs other modules: the tensors of their parts belong to their stages.
-        given: what the call is given.
+        given: the leaves of what the call is given.
 
     Attributes:
         reached: the modules that it reaches and that are no parts of it.
         before: the numbers of the values before the call; see `Digest.referred`.
     """
 
-    def __init__(self, name: str, module: nn.Module, state: LayerState, given: Any = ()) -> None:
+    def __init__(self, name: str, module: nn.Module, state: LayerState, given: Sequence[Any] = ()) -> None:
         self._name, self._state = name, state
+        self._given = [each for each in given if isinstance(each, Tensor)]
         self.before: dict[Label, int] | None = None
         self._own = {part: path for path, part in module.named_modules()}
         self._names: set[str] = set()
@@ -64,7 +66,7 @@ class References:
             for name, value in vars(part).items():
                 if is_data(name):
                     self._follow(value)
-        self._follow(given)
+        self._follow([*given])
         self._reach_by_names()
 
     def _follow(self, value: Any) -> None:
@@ -104,8 +106,14 @@ class References:
     def values(self) -> Iterator[tuple[Label, Any]]:
         """All of these values as they are now, with where they are."""
         yield from ((label, read()) for label, read in self._globals.items())
+        for number, tensor in enumerate(self._given):
+            yield from ((("<given>", f"{number}.{name}"), value) for name, value in set_attributes(tensor).items())
         for part, path in self._own.items():
             yield from (((path, name), value) for name, value in self._attributes(part) if _is_compared(value))
+            # what its class has is no attribute of the module: calls on other ranks may change that
+            of_class = {name: getattr(type(part), name, None) for name in self._names if is_own(part) and is_data(name)}
+            for name in sorted(name for name, value in of_class.items() if value is not None and _is_compared(value)):
+                yield (f"<{type(part).__qualname__}>", name), of_class[name]
         for number, part in enumerate(each for each in self.reached if not self._state.same_stage(self._name, each)):
             computing = part in self._state.root_of
             tensors = {} if computing else part._buffers

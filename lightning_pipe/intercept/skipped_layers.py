@@ -61,7 +61,7 @@ class SkippedLayers:
         self._let_hooks_act(module, arguments)
         thorough = tracker.digest.counts_references(len(tracker.calls))
         if thorough and (following := tracker.following()) is not None and following.name == name:
-            references = References(name, module, self._cache.state, [*args, *kwargs.values()])
+            references = References(name, module, self._cache.state, arguments)
             tracker.digest.refer(tracker.digest.referred(references.values()), following.changing)
         call = tracker.expect(name)
         self._cache.state.check_called(name, module)

@@ -259,3 +259,56 @@ class StepsAScheduler(Base):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class ByItsClass(Layer):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor  # type: ignore[no-any-return]
+
+
+@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
+class FactorOfAClass(Base):
+    layer = ByItsClass
+
+    def behind(self, out: Tensor) -> Tensor:
+        ByItsClass.factor *= 0.9
+        return super().behind(out)
+
+
+@program(MICRO_BATCHES, train=STALE)
+class WithoutGradients(Counts):
+    def step(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.count % 3 > 0):
+            hidden = self.layers[0](x)
+        self.count += 1
+        return self.behind(self.layers[1:](hidden))
+
+
+class Tagged(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(x, "gain", 1.0)  # type: ignore[no-any-return]
+
+
+@program(BATCH_WHOLE)
+class TagsBetween(Base):
+    """The attribute of a tensor, for a layer of a later stage."""
+
+    layer = Tagged
+
+    def step(self, x: Tensor) -> Tensor:
+        hidden: Any = self.layers[:2](x)
+        hidden.gain = 0.5
+        return self.behind(self.layers[2:](hidden))
+
+
+@program(MICRO_BATCHES, train=STALE)
+class TagsBefore(Counts):
+    layer = Tagged
+
+    def step(self, x: Tensor) -> Tensor:
+        tagged: Any = x
+        tagged.gain = 1 + self.count
+        self.count += 1
+        return self.behind(self.layers(tagged))
