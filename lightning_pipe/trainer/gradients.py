@@ -10,11 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.mixing import Mixing
 from lightning_pipe.patches import replaced
 from lightning_pipe.sharding.undone import refer_to_module
@@ -126,8 +127,10 @@ class Gradients:
         self._accumulated |= self.blocked and not self._pipeline.reductions.scattered
         # the first batch shows who uses which parameter outside the layers: once in a run
         if not self._holders_known and self._pipeline.ownership.users_known:
+            # a part that is released has become another object
+            refer_to_module(optimizers, self._pipeline.module, self._pipeline.ownership)
+            self.complete_states(optimizers)  # none is divided yet
             self._holders_known = True
-            self._drop_absent_states(optimizers)
             if self._divides:
                 self._divide(optimizers)
         if self._pipeline.reductions.scattered:
@@ -141,14 +144,14 @@ class Gradients:
         if self._absent is not None:
             self._absent.show()
 
-    def _drop_absent_states(self, optimizers: Sequence[Optimizer]) -> None:
-        """Forget the optimizer states of parameters that the first batch has shown to belong to other ranks."""
-        held = {id(parameter) for _, parameter in self._pipeline.local_parameters()}
-        # a part that is released has become another object
-        refer_to_module(optimizers, self._pipeline.module, self._pipeline.ownership)
+    def complete_states(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers have the whole state of what this process holds, and no other. Collective where divided."""
         for optimizer in optimizers:
-            for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
+            # some optimizers keep something of parameters without gradients, too
+            for parameter in [each for each in optimizer.state if isinstance(each, AbsentTensor)]:
                 del optimizer.state[parameter]
+        if self._divides and self._holders_known:
+            self._pipeline.reductions.shards.gather_states(optimizers)
 
     # ------------------------------------------------------------------ shard_optimizer
 
@@ -189,10 +192,8 @@ class Gradients:
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer state of the parameters that this process holds. Collective where it is divided."""
-        if not (self._divides and self._holders_known):
-            return optimizer.state_dict()
-        shards = self._pipeline.reductions.shards
-        shards.gather_states([optimizer])
+        self.complete_states([optimizer])
         state = optimizer.state_dict()
-        shards.drop_states([optimizer])
+        if self._divides:
+            self._pipeline.reductions.shards.drop_states([optimizer])
         return state

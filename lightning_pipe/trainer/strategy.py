@@ -564,6 +564,7 @@ class PipeStrategy(ParallelStrategy):
             if divided is not None and divided.run is not None:
                 divided.run.end()
                 if not self.world.interrupted:
+                    divided.run.gradients.complete_states(self.optimizers)
                     self._leave(divided.run.pipeline)
                 DeferredBatchNorm.revert(divided.run.pipeline.module)
         finally:

@@ -116,6 +116,59 @@ def test_training_and_checkpoint_are_those_without_sharding(trained: tuple[str, 
                 assert close(value, found[1][index][key]), (index, key)
 
 
+class Averaging(torch.optim.SGD):
+    """Keeps an average of each parameter, whether it has a gradient or not."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            average = self.state[parameter].setdefault("average", parameter.detach().clone())
+            average.lerp_(parameter.detach(), 0.5)
+        return loss
+
+
+class Averaged(Lit):
+    counts = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Averaging(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def fit_and_save(process: int, folder: Path, devices: int = 2) -> dict[str, list[Path]]:
+    """By strategy the files that a run writes at its end, and behind it."""
+    from lightning_pipe import PipeStrategy
+
+    quiet()
+    stages = {"stages": PipeStrategy(micro_batches=4)}
+    replicas = {str(kind): PipeStrategy(**CASES["replicas"], shard_optimizer=kind) for kind in SHARDINGS}
+    strategies: dict[str, Any] = stages | replicas if devices > 1 else {"plain": "auto"}
+    written = {}
+    for name, strategy in strategies.items():
+        paths = written[name] = [folder / f"{name}-{when}.ckpt" for when in ("end", "after")]
+        saving = L.pytorch.callbacks.LambdaCallback(on_train_end=lambda t, _: t.save_checkpoint(paths[0]))  # noqa: B023
+        L.seed_everything(7, verbose=False)
+        trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **QUIET)
+        trainer.callbacks.append(saving)
+        trainer.fit(Averaged().double(), datamodule=Data())
+        trainer.save_checkpoint(paths[1])
+    return written
+
+
+@pytest.mark.timeout(60)
+def test_the_whole_state_is_written_at_the_end_of_a_run_and_behind_it(tmp_path: Path) -> None:
+    written = {**fit_and_save(0, tmp_path, 1), **processes.run_trainers(fit_and_save, 2, folder=tmp_path)[0]}
+    for name, paths in written.items():
+        expected = torch.load(written["plain" if name == "stages" else "False"][0])["optimizer_states"][0]["state"]
+        assert sum(map(len, expected.values())) == 2 * len(list(Averaged().parameters()))
+        for path in paths if name != "plain" else ():
+            found = torch.load(path)["optimizer_states"][0]["state"]
+            values = [
+                {f"{index} {key}": each[key] for index, each in state.items() for key in each}
+                for state in (found, expected)
+            ]
+            oracle.assert_equal(*(oracle.Trace(weights=each) for each in values))
+
+
 def go_on(name: str, folder: str, sharded: Sharding) -> dict[str, Any]:
     """Go on for an epoch with another schedule, from the file that ``name`` has left."""
     from lightning_pipe import PipeStrategy
