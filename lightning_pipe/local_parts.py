@@ -106,3 +106,25 @@ def share(whole: Tensor, like: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """The whole value of a tensor. Collective over the processes that divide it."""
     return tensor.full_tensor() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def succeed(parameter: Tensor, former: Tensor) -> None:
+    """Let a parameter that takes another one's place have its hooks, and what users have set on it."""
+    vars(parameter).update(vars(former) | vars(parameter))
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        # the same dictionary: handles that were given out remove hooks from it
+        if (hooks := getattr(former, name)) is not None:
+            setattr(parameter, name, hooks)
+
+
+def count_all_parts() -> None:
+    """Let a number that is read of a DTensor (``.item()``, ``float``, ``if``) be that of the whole tensor.
+
+    Where a sum over processes is pending, as in a norm, torch (2.13) gives each process the number of its own part.
+    Collective over the processes that divide the tensor, as other operations on it are.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    read = torch.ops.aten._local_scalar_dense.default
+    dispatcher._custom_op_handlers.setdefault(read, lambda read, args, _: read(whole(args[0])))

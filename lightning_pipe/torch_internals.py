@@ -117,6 +117,11 @@ LATE = {
         "_post_load_hook_handle": "looks for the part of a parameter that another rank has",
         "_unsharded_param": "the whole parameter, which gets the gradients of a batch",
     },
+    "torch.distributed.tensor.DTensor": {"_op_dispatcher": "knows how operations on DTensors are carried out"},
+    "torch.distributed.tensor._dispatch.OpDispatcher": {
+        "_custom_op_handlers": "operations that are carried out in another way: a number is read of the whole tensor"
+    },
+    "torch.distributed.tensor._dispatch.aten": {"_local_scalar_dense": "reads a number of a tensor"},
     "torch.distributed.tensor.placement_types": {
         "_StridedShard": "a part of each of several strips, as FSDP divides what tensor parallelism has divided"
     },

@@ -132,8 +132,8 @@ class FullySharded:
 
     def _check_unchanged(self, *keys: int) -> None:
         """Refuse a change of whole parameters, by a forward pass or a hook: it would be lost."""
-        for whole in self._whole(*keys):
-            if whole._version != self._versions.get(whole, whole._version):
+        for _, whole in self._parameters(*(keys or self._order)):
+            if whole is not None and whole._version != self._versions.get(whole, whole._version):
                 raise ConfigurationError(
                     f"A parameter of shape {tuple(whole.shape)} has changed while a forward pass or an evaluation ran; "
                     'with shard_optimizer="parameters" they compute with copies that are put together from parts.',
@@ -218,9 +218,6 @@ class FullySharded:
 
     def _names_in(self, state: Any) -> set[str]:
         return {name for own in _of_state(state) if (name := self._names.known_name(own.sharded_param)) is not None}
-
-    def _whole(self, *keys: int) -> Iterator[nn.Parameter]:
-        return (whole for _, whole in self._parameters(*(keys or self._order)) if whole is not None)
 
     def _modules(self, keys: Iterable[int]) -> list[FSDPModule]:
         return [state._modules[0] for key in keys for state in self._states.get(key, ())]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.local_parts import DATA, PIPELINE, TENSOR
+from lightning_pipe.local_parts import DATA, PIPELINE, TENSOR, count_all_parts
 from lightning_pipe.transport.base import Transport
 
 NAMES = (PIPELINE, DATA, TENSOR)
@@ -37,6 +37,7 @@ def device_mesh(transport: Transport) -> Any:
             'shard_optimizer="parameters" or a module that divides itself.',
         )
     _MADE.append(transport)
+    count_all_parts()
     from torch.distributed.device_mesh import DeviceMesh
 
     topology = transport.topology

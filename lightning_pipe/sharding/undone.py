@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, exchange
-from lightning_pipe.local_parts import is_divided, whole
+from lightning_pipe.local_parts import is_divided, succeed, whole
 from lightning_pipe.parameters.ownership import Ownership
 from lightning_pipe.torch_internals import composable_states
 
@@ -36,7 +36,8 @@ def undoable(module: nn.Module, divide: Callable[[], object]) -> Callable[[], No
         now = ((old, part._parameters[name]) for part, name, old in places)
         return {old: new for old, new in now if old is not None and new is not None and new is not old}
 
-    for parameter in substitutes():
+    for parameter, now in substitutes().items():
+        succeed(now, parameter)
         parameter.data = parameter.data.new_empty(0)
 
     @torch.no_grad()
@@ -64,6 +65,7 @@ def _tables(part: nn.Module) -> dict[str, dict[Any, Any]]:
 def _become(parameter: nn.Parameter, now: nn.Parameter) -> None:
     """Let a parameter have the values of another one."""
     parameter.grad = None
+    succeed(parameter, now)
     parameter.requires_grad_(now.requires_grad)
     if isinstance(now, AbsentTensor):  # released when the first batch had shown who uses it
         exchange(parameter, AbsentTensor.like(now))

@@ -26,9 +26,10 @@ ONE_STAGE = Sharded(stages=1, ranks=1, replicas=2, micro_batches=2, steps=2, loo
 ON_EACH_REPLICA = {
     "frozen_layers": replace(ONE_STAGE, stages=2),
     "weight_norm": replace(ONE_STAGE, stages=2),
+    "marked": replace(ONE_STAGE, stages=2),
     "divides_itself": ONE_STAGE,
 }
-"""Frozen parameters, recomputed attributes of torch's own, and a module's own division, on replicas of one process."""
+"""Frozen parameters, recomputed attributes of torch's own, hooks, and a module's own division, on replicas alone."""
 UNLIKE = {"noise", "t5"}
 """Random numbers of replicas are not those of one device; a softmax in single precision."""
 
@@ -88,7 +89,8 @@ class WholeParameters:
         """Stands before the forward pass of each layer."""
         action = self.executor.exchange.transport.board.position
         # torch lets a whole parameter live on, and frees its memory
-        found = sum(p.untyped_storage().nbytes() for p in self.parameters._whole())
+        whole = [whole for _, whole in self.parameters._parameters(*self.parameters._order) if whole is not None]
+        found = sum(parameter.untyped_storage().nbytes() for parameter in whole)
         self.bytes[action.stage, action.micro_batch] = found
         return forward(*args)
 

@@ -22,19 +22,20 @@ MODELS = [*FAMILIES, "qwen3", "pairs"]
 INTERLEAVED = Sharded("interleaved", stages=4, micro_batches=4, tensor=2, parameters=False)
 TOGETHER = Sharded("1f1b", ranks=1, micro_batches=2, tensor=2, parameters=False, steps=2)
 """Two stages of two processes, which both have a part of every layer; test_without_memory has stages of their own."""
+ON_ONE_RANK = ["rows", "marked"]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """One world for all: what torch finds out about an operation on parts takes longer than the operation."""
-    trained = partial(fit_all, names=["rows"], point=TOGETHER)
-    return in_turn({"rows": trained, "own values": partial(fit_with_values_of_its_own, tensor=2)}, 2)
+    trained = partial(fit_all, names=ON_ONE_RANK, point=TOGETHER)
+    return in_turn({"trained": trained, "own values": partial(fit_with_values_of_its_own, tensor=2)}, 2)
 
 
 @pytest.mark.timeout(120)
 def test_tensor_ranks_train_as_one_device(found: dict[str, list[Any]]) -> None:
     """Further below experts, and modules that divide themselves; test_without_memory has Llama by its own plan."""
-    compare(found["rows"], ["rows"], TOGETHER, "tensor_parallel")
+    compare(found["trained"], ON_ONE_RANK, TOGETHER, "tensor_parallel")
 
 
 @pytest.mark.slow

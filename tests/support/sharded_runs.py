@@ -43,6 +43,39 @@ class Pairs(Regression):
         return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
 
 
+class Rated(torch.optim.SGD):
+    """Gives each parameter a rate by its gradient, and by a mark on it."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if (gradient := parameter.grad) is not None:
+                size = 1.0 + gradient.norm().item() + float(gradient.sum()) ** 2 + (gradient > 0).sum().item()
+                gradient.mul_(getattr(parameter, "rate", 1.0) / size)
+        super().step()
+        return loss
+
+
+def slow_down(parameter: Tensor) -> None:
+    """A hook for the gradient of a parameter."""
+    parameter.rate = 0.2  # type: ignore[attr-defined]
+
+
+class Marked(Pairs):
+    """Marks parameters and hooks on to them before they are divided; its optimizer reads numbers of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.layers[0].parameters():
+            parameter.rate = 0.1  # type: ignore[attr-defined]
+        self.embed.weight.register_hook(lambda gradient: gradient * 3.0)
+        self.layers[1].up.weight.register_hook(lambda gradient: gradient * 3.0)
+        self.layers[2].up.weight.register_post_accumulate_grad_hook(slow_down)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Rated(self.parameters(), lr=1.0)
+
+
 class DividesItself(Pairs):
     """Divides its layers in ``configure_model``, as Lightning's page about two-dimensional parallelism does."""
 
@@ -183,6 +216,7 @@ MODELS: dict[str, Entry] = {
     "qwen3": Entry("qwen3", qwen3, ZOO["llama"].batches),
     "pairs": Entry("pairs", Pairs),
     "rows": Entry("rows", Pairs),
+    "marked": Entry("marked", Marked),
     "divides_itself": Entry("divides_itself", DividesItself),
     "divided_gpt2": Entry("divided_gpt2", divided(gpt2, divide_gpt2), ZOO["gpt2"].batches),
     "divided_llama": Entry("divided_llama", divided(llama, divide_decoder), ZOO["llama"].batches),
@@ -190,7 +224,11 @@ MODELS: dict[str, Entry] = {
 }
 FAMILIES = ["gpt2", "llama", "mixtral", "divides_itself"]
 """Three models of Transformers, and a plain module with a `configure_model` of its own: they run in all dimensions."""
-PARALLELIZE: dict[str, Callable[..., Any]] = {"gpt2": divide_gpt2, "pairs": divide_pair, "rows": divide_rows}
+PARALLELIZE: dict[str, Callable[..., Any]] = {
+    "gpt2": divide_gpt2,
+    **dict.fromkeys(["pairs", "marked"], divide_pair),
+    "rows": divide_rows,
+}
 """What divides the layers of models without a plan of their own."""
 
 
