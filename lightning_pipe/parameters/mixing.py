@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.local_parts import local
+from lightning_pipe.local_parts import is_divided, local
 from lightning_pipe.patches import after_closure
+from lightning_pipe.torch_internals import tree_leaves
 
 MOST = 8
 """Parameters on which an optimizer is tried: at most two vectors and two matrices of a group."""
@@ -181,12 +182,13 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         for parameter in group["params"]:
             if memo.setdefault(id(parameter), left_out) is left_out and parameter in optimizer.state:
                 memo[id(optimizer.state[parameter])] = {}
+    # copies of parameters are their local parts, and so is what is kept of them
+    memo |= {id(each): local(each).clone() for each in tree_leaves(list(optimizer.state.values())) if is_divided(each)}
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step" and "_hook" not in name}
     for value in attributes.values():
         if isinstance(value, Optimizer):
             memo[id(value)] = _copy(value, memo)
-    own: Optimizer = type(optimizer).__new__(type(optimizer))
-    memo[id(optimizer)] = own
+    memo[id(optimizer)] = own = type(optimizer).__new__(type(optimizer))
     vars(own).update(deepcopy(attributes, memo))
     own.__setstate__({})  # which makes the hooks
     for group in own.param_groups:

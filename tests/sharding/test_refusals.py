@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe import PipeStrategy, schedules
 from lightning_pipe.config import layout
 from lightning_pipe.errors import ConfigurationError, CutError
+from lightning_pipe.parameters.mixing import check as check_optimizer
 from lightning_pipe.sharding.fully_sharded import FullySharded
 from lightning_pipe.sharding.roots import Root, left_whole, roots_of, stages_of_parts, tied
 from lightning_pipe.sharding.styles import EXPERTS, apply_style
@@ -276,6 +277,22 @@ def mesh() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "other"))
     dist.destroy_process_group()
+
+
+def test_an_optimizer_is_tried_with_the_parts_that_a_checkpoint_has_given_it(mesh: Any) -> None:
+    class Momentum(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+                kept = self.state[parameter].setdefault("kept", torch.zeros_like(parameter))
+                parameter.sub_(kept.mul_(0.9).add_(parameter.grad))
+
+    module = fully_shard(nn.Linear(2, 2), mesh=mesh["data_parallel"])
+    optimizer = Momentum(module.parameters(), {})
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    check_optimizer(optimizer, dict(module.named_parameters()))
 
 
 @pytest.mark.parametrize(
