@@ -12,7 +12,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -202,3 +202,25 @@ def after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[
         return args, {**kwargs, "closure": around(kwargs["closure"])}
     then()
     return None
+
+
+def around_steps(trainer: Any, before: Callable[..., Any], after: Callable[..., Any]) -> ExitStack:
+    """Hooks around the steps of a Trainer's optimizers, also of one that user code puts in the place of another.
+
+    Args:
+        trainer: the Trainer.
+        before: as for ``Optimizer.register_step_pre_hook``.
+        after: as for ``Optimizer.register_step_post_hook``.
+
+    Returns:
+        Removes them when it is closed.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    def of_trainer(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda optimizer, *args: hook(optimizer, *args) if optimizer in trainer.optimizers else None
+
+    hooks = ExitStack()
+    hooks.callback(register_optimizer_step_pre_hook(of_trainer(before)).remove)
+    hooks.callback(register_optimizer_step_post_hook(of_trainer(after)).remove)
+    return hooks

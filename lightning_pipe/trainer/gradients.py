@@ -17,7 +17,7 @@ from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.parameters.mixing import Mixing
-from lightning_pipe.patches import replaced
+from lightning_pipe.patches import around_steps, replaced
 from lightning_pipe.sharding.undone import refer_to_module
 from lightning_pipe.torch_internals import DisableTorchFunctionSubclass
 from lightning_pipe.trainer.whole_model.absent_gradients import AbsentGradients
@@ -73,7 +73,7 @@ class Gradients:
         # an asynchronous schedule has gradients of different batches on different ranks
         scattered = self._pipeline.reductions.scattered
         if (several or scattered) and self._pipeline.asynchronous is None:
-            self._absent = AbsentGradients(self._pipeline, optimizers)
+            self._absent = AbsentGradients(self._pipeline)
             self._changed.callback(self._absent.remove)
         if several or self._divides:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
@@ -158,8 +158,7 @@ class Gradients:
     def _divide(self, optimizers: Sequence[Optimizer]) -> None:
         """Let holders divide optimizers, once the ranks have agreed who holds which parameter."""
         trainer: Any = self._module.trainer
-        reductions, precision = self._pipeline.reductions, trainer.precision_plugin
-        shards = reductions.shards
+        shards, precision = self._pipeline.reductions.shards, trainer.precision_plugin
         shards.drop_states(optimizers)
         after_closure = precision._after_closure
 
@@ -168,10 +167,9 @@ class Gradients:
             shards.drop_gradients()
             self._pipeline.gradients_divided = True
 
-        if not reductions.scattered:  # else no other process has a gradient of what this one updates
+        if not self._pipeline.reductions.scattered:  # else no other process has a gradient of what this one updates
             self._changed.enter_context(replaced(precision, "_after_closure", drop))
-        for optimizer in optimizers:
-            self._changed.callback(optimizer.register_step_post_hook(lambda *_: shards.share()).remove)
+        self._changed.enter_context(around_steps(trainer, lambda *_: None, lambda *_: shards.share()))
 
     def _check_hooks(self) -> None:
         """Before the gradients of a batch are handed over.

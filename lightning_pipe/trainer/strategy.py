@@ -528,9 +528,8 @@ class PipeStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._divided is None or self.world.interrupted:
             return super().optimizer_state(optimizer)
-        return self.run.gradients.state_of(
-            optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        )
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.run.gradients.state_of(plain)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -138,7 +138,8 @@ def gather(checkpoint: dict[str, Any], owners: Owners, transport: Transport) -> 
     check_known(tree)
     for states in tree.get("optimizer_states", []):
         if "state" in states:
-            states["state"] = {index: states["state"][index] for index in sorted(states["state"])}
+            numbers = sorted(key for key in states["state"] if isinstance(key, int))  # others belong to no parameter
+            states["state"] = {number: states["state"][number] for number in numbers} | states["state"]
     return tree  # type: ignore[no-any-return]
 
 

@@ -9,7 +9,6 @@ Optimizers do not see these gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.intercept.absent_tensor import AbsentTensor, Origin
-from lightning_pipe.patches import after_closure
+from lightning_pipe.patches import after_closure, around_steps
 from lightning_pipe.torch_internals import DisableTorchFunctionSubclass
 
 _SUMMED_ELSEWHERE = (
@@ -36,25 +35,20 @@ class AbsentGradients:
     The ranks ask each other which parameters get one, and again when other parameters are to be trained.
 
     Args:
-        pipeline: the module over the ranks.
-        optimizers: the optimizers, which are to see none of these gradients.
+        pipeline: the module over the ranks. The optimizers of its Trainer are to see none of these gradients.
     """
 
-    def __init__(self, pipeline: Pipeline, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._parameters: list[nn.Parameter] = []
         self._trainable: list[bool] = []
         self._gradients: list[tuple[nn.Parameter, AbsentTensor]] = []
-        self._hooks: list[Any] = []
-        for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._set()))
+        self._hooks = around_steps(pipeline.module.trainer, self._before_step, lambda *_: self._set())
 
     def remove(self) -> None:
         """End."""
         self._set(shown=False)
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def show(self) -> None:
         """After a backward pass: set the gradients. Collective over the pipeline when other parameters are trained."""

@@ -117,10 +117,11 @@ def test_training_and_checkpoint_are_those_without_sharding(trained: tuple[str, 
 
 
 class Averaging(torch.optim.SGD):
-    """Keeps an average of each parameter, whether it has a gradient or not."""
+    """Keeps an average of each parameter, whether it has a gradient or not, and a number for all of them."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             average = self.state[parameter].setdefault("average", parameter.detach().clone())
             average.lerp_(parameter.detach(), 0.5)
@@ -128,10 +129,16 @@ class Averaging(torch.optim.SGD):
 
 
 class Averaged(Lit):
+    """Trains with an optimizer, and then with another one."""
+
     counts = False
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return Averaging(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.optimizers = [Averaging(self.parameters(), lr=0.05, momentum=0.5)]
 
 
 def fit_and_save(process: int, folder: Path, devices: int = 2) -> dict[str, list[Path]]:
@@ -158,13 +165,19 @@ def fit_and_save(process: int, folder: Path, devices: int = 2) -> dict[str, list
 def test_the_whole_state_is_written_at_the_end_of_a_run_and_behind_it(tmp_path: Path) -> None:
     written = {**fit_and_save(0, tmp_path, 1), **processes.run_trainers(fit_and_save, 2, folder=tmp_path)[0]}
     for name, paths in written.items():
-        expected = torch.load(written["plain" if name == "stages" else "False"][0])["optimizer_states"][0]["state"]
-        assert sum(map(len, expected.values())) == 2 * len(list(Averaged().parameters()))
+        expected = torch.load(written["plain" if name == "stages" else "False"][0])
+        states = expected["optimizer_states"][0]["state"].values()
+        assert sum(map(len, states)) == 2 * len(list(Averaged().parameters())) + 1
         for path in paths if name != "plain" else ():
-            found = torch.load(path)["optimizer_states"][0]["state"]
+            found = torch.load(path)
             values = [
-                {f"{index} {key}": each[key] for index, each in state.items() for key in each}
-                for state in (found, expected)
+                {
+                    f"{index} {key}": each[key]
+                    for index, each in file["optimizer_states"][0]["state"].items()
+                    for key in each
+                }
+                | file["state_dict"]
+                for file in (found, expected)
             ]
             oracle.assert_equal(*(oracle.Trace(weights=each) for each in values))
 
@@ -417,3 +430,4 @@ def test_hooks_that_some_holders_would_not_hear_are_refused() -> None:
         gradients.after_batch([])
     pipeline.reductions.scattered = False
     gradients.after_batch([])
+    gradients.end()
