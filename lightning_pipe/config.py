@@ -62,7 +62,6 @@ def check_options(
     split_batch: object,
     passes: object,
     timeout: object,
-    *,
     evaluation_micro_batches: object = 1,
     gather_limit: object = 0,
     reduce_dtype: object = None,

@@ -119,7 +119,7 @@ class Numbers:
 
 def set_attributes(tensor: Tensor) -> dict[str, Any]:
     """The attributes that the user's code has set in a tensor."""
-    return {name: each for name, each in vars(tensor).items() if name[0] != "_" and name != "differentiable"}
+    return {n: each for n, each in vars(tensor).items() if n[0] != "_" and n not in ("differentiable", "origin")}
 
 
 def next_token() -> int:

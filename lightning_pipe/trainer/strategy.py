@@ -163,12 +163,8 @@ class PipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        check_options(
-            *(micro_batches, layers, balance, loss_weight, split_batch, passes, timeout),
-            evaluation_micro_batches=evaluation_micro_batches,
-            gather_limit=gather_limit,
-            reduce_dtype=reduce_dtype,
-        )
+        general = micro_batches, layers, balance, loss_weight, split_batch, passes, timeout
+        check_options(*general, evaluation_micro_batches, gather_limit, reduce_dtype)
         checks.check_sharding(shard_optimizer, tensor_parallel_size, parallelize)
         self.world, self.num_nodes = World(), 1
         family = schedules.get(schedule)
