@@ -50,8 +50,8 @@ class InPlace:
         self._numbers, self._parameter_use, self._partial = numbers, parameter_use, partial
         # kept, so that no other storage gets its address
         self._lent: dict[int, Any] = {}
-        # with the versions of tensors and the bytes of arrays
-        self._arrays: list[tuple[Tensor, int | None, np.ndarray[Any, Any], bytes]] = []
+        # with the versions of tensors and the hashes of arrays
+        self._arrays: list[tuple[Tensor, int | None, np.ndarray[Any, Any], int]] = []
 
     def noted(self, tensors: Sequence[Tensor]) -> list[Noted]:
         """What a call is given, to find out with `changed` what it did to it."""
@@ -144,13 +144,13 @@ class InPlace:
     def array_of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The ``.numpy()`` of a tensor: a copy, since nobody would count what changes in it."""
         array = func(args[0].clone(), *args[1:], **kwargs)
-        self._arrays.append((args[0], version_of(args[0]), array, array.tobytes()))
+        self._arrays.append((args[0], version_of(args[0]), array, hash(array.tobytes())))
         return array
 
     def check_arrays(self) -> None:
         """The step is about to end: raise if a tensor or its array has changed, which share no memory here."""
         for tensor, version, array, content in self._arrays:
-            if version_of(tensor) != version or array.tobytes() != content:
+            if version_of(tensor) != version or hash(array.tobytes()) != content:
                 raise CutError(
                     f"a tensor of shape {array.shape} or its `.numpy()` changes in place, and they share their memory.",
                     hint="Take the array of a copy: `.clone().numpy()`.",
