@@ -85,7 +85,7 @@ class Pipeline(PartitionedModule):
         # which calls draw random numbers, in evaluations and in training
         self._draws = [all_draws(transport.device, len(self.names)) for _ in range(2)]
         self.program = cache(self._lowered)
-        self._buffer_sync = BufferSync(module, self.names, transport, self.owners)
+        self._buffer_sync = BufferSync(module, self._interceptor.state.around, transport, self.owners)
         if self.deferred_batch_norm and self.synchronous:
             DeferredBatchNorm.convert(module)
         self._connect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +23,24 @@ class BufferSync:
 
     Each process sees samples of its own. After every batch all have the values of the first process, as with the
     ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batches, and later ones, show which change.
-    Batch norm is left out: it has an option of its own.
+    Batch norm is left out: it has an option of its own. What the step decides, such as buffers of the LightningModule,
+    other ranks of a pipeline get from the one with the last stage.
 
     A tensor, also one that the step changes outside the layers, changes once for every micro-batch, and on one device
     once for the batch: a warning says so. Parameters that change (averages of codes, rows of tables with ``max_norm``)
-    belong to one process, and buffers of layers to one rank of a pipeline: others would see other samples.
+    belong to one process, and other buffers to one rank of a pipeline: others would see other samples.
 
     Args:
         module: the user's module.
-        layers: dotted names of the layers.
+        decided: the names of modules whose buffers the complete run of a step decides.
         transport: reaches the other processes.
         owners: ``owners(name)``: the ranks of a pipeline that hold a buffer.
     """
 
     def __init__(
-        self, module: nn.Module, layers: Sequence[str], transport: Transport, owners: Callable[[str], tuple[int, ...]]
+        self, module: nn.Module, decided: Container[str], transport: Transport, owners: Callable[[str], tuple[int, ...]]
     ) -> None:
-        self._module, self._transport, self._owners = module, transport, owners
-        self._layers = tuple(f"{name}." for name in layers)
+        self._module, self._decided, self._transport, self._owners = module, decided, transport, owners
         self._batches = 0
         self._before: dict[str, Tensor] | None = None
         self._known, self._changing = set[str](), dict[str, tuple[int, ...]]()
@@ -65,7 +65,9 @@ class BufferSync:
         gathered = self._transport.all_gather_object(sums, topology.same_tensor_rank)
         of_processes = dict(zip(topology.same_tensor_rank, gathered, strict=True))
         found = sorted({name for theirs in gathered for name in theirs})
-        members = {name: topology.holders(self._owners(name)) for name in found}
+        own = {name for name in found if name not in parameters and name.rpartition(".")[0] in self._decided}
+        owners = {name: (topology.loss_rank,) if name in own else self._owners(name) for name in found}
+        members = {name: topology.holders(ranks) for name, ranks in owners.items()}
         shared = [name for name in found if len(members[name]) > 1]
         # what changes alike on all holders, as by a mask, stays equal
         apart = {
@@ -73,14 +75,14 @@ class BufferSync:
             for name in parameters.intersection(shared)
             if len({of_processes[process].get(name) for process in members[name]}) > 1
         }
-        buffers = [name for name in shared if name.startswith(self._layers) and name not in parameters]
+        buffers = [name for name in shared if name not in parameters]
         self._changing |= {name: members[name] for name in buffers}
-        apart |= {name for name in buffers if len(self._owners(name)) > 1}
+        apart |= {name for name in buffers if len(owners[name]) > 1}
         if held := min(apart, default=None):
             raise CutError(
                 f"a forward pass changes `self.{held}`, which several processes hold, and each by samples of its own.",
                 hint="Change it in a hook, such as on_train_batch_end (weight.data.renorm_(2, 0, limit) for max_norm), "
-                "or use one pipeline with a schedule of one pipe, such as '1f1b'.",
+                "or use one pipeline with a schedule of one pipe, such as '1f1b', in which one rank runs the module.",
             )
         new = [name for name in found if name not in self._known]
         self._known.update(new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ class Unseen(Layer):
         return torch.tanh(self.linear(x))
 
 
+class Plain(Layer):
+    """Changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
 class Net(nn.Module):
     def __init__(self, layer: type[Layer]) -> None:
         super().__init__()
@@ -57,9 +65,11 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(schedule: str, replicas: int, layer: type[Layer] = Layer) -> list[dict[str, Tensor]]:
+def train(
+    schedule: str, replicas: int, layer: type[Layer] = Layer, net: Callable[[type[Layer]], nn.Module] = Net
+) -> list[dict[str, Tensor]]:
     torch.manual_seed(0)
-    net, batches = Net(layer), [torch.randn(8, 4) for _ in range(3)]
+    net, batches = net(layer), [torch.randn(8, 4) for _ in range(3)]
 
     def body(transport: ThreadTransport) -> dict[str, Tensor]:
         mine = copy.deepcopy(net)
@@ -87,6 +97,56 @@ def test_replicas_have_the_values_of_the_first_one() -> None:
         results = train("1f1b", replicas=2)
     assert_equal_copies(results, copies=2)
     assert float(results[0]["layers.2.rows"]) == 3 * 4
+
+
+class Headed(Net):
+    """A module outside the layers has the buffers that change."""
+
+    def __init__(self, layer: type[Layer]) -> None:
+        super().__init__(Plain)
+        self.head = layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.layers:
+            x = each(x)
+        return self.head(x).square().mean()
+
+
+class Framed(Headed):
+    """That module is used before the layers, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.head(x))
+
+
+class Decided(Headed):
+    """The step itself, and a module without parameters, follow what the layers compute."""
+
+    def __init__(self, layer: type[Layer]) -> None:
+        super().__init__(layer)
+        self.head.linear = nn.Identity()  # type: ignore[assignment]
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.layers:
+            x = each(x)
+        loss = (self.head(x) - self.center).square().mean()
+        self.center = 0.9 * self.center + 0.1 * x.detach().mean(0)
+        return loss
+
+
+@pytest.mark.parametrize(("net", "name"), [(Headed, "head.mean"), (Decided, "head.mean"), (Decided, "center")])
+def test_replicas_have_the_first_ones_values_outside_layers(net: type[Net], name: str) -> None:
+    with pytest.warns(UserWarning, match=r"'\w+(\.mean)?' \(\d such tensors\) is changed"):
+        results = train("1f1b", replicas=2, net=net)
+    assert_equal_copies([{name: own[name]} for own in results if name in own], copies=2)
+
+
+@pytest.mark.parametrize(("net", "schedule"), [(Headed, "chimera"), (Framed, "1f1b")])
+def test_modules_outside_layers_that_several_ranks_run_keep_their_buffers(net: type[Net], schedule: str) -> None:
+    """Each rank has a copy, which changes by the calls there alone."""
+    with pytest.raises(CutError, match=r"changes `self\.head\.rows`, which several processes hold"):
+        train(schedule, replicas=1, layer=Unseen, net=net)
 
 
 class Centred(nn.Module):
