@@ -70,11 +70,7 @@ class BufferSync:
         members = {name: topology.holders(ranks) for name, ranks in owners.items()}
         shared = [name for name in found if len(members[name]) > 1]
         # what changes alike on all holders, as by a mask, stays equal
-        apart = {
-            name
-            for name in parameters.intersection(shared)
-            if len({of_processes[process].get(name) for process in members[name]}) > 1
-        }
+        apart = {n for n in parameters.intersection(shared) if len({of_processes[p].get(n) for p in members[n]}) > 1}
         buffers = [name for name in shared if name not in parameters]
         self._changing |= {name: members[name] for name in buffers}
         apart |= {name for name in buffers if len(owners[name]) > 1}
