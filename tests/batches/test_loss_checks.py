@@ -108,6 +108,16 @@ class Slight(Mixing):
         return x + self.share * x.mean(0)
 
 
+class Views(Slight):
+    """... of both views of the samples, which follow each other."""
+
+    def before(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.cat([batch["x"], batch["x"].flip(-1)])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step({**batch, "y": batch["y"].repeat(2, 1)}, batch_idx)
+
+
 class Late(Centred):
     """Does so in its fourth batch."""
 
@@ -134,7 +144,9 @@ def test_what_is_not_finite_for_one_sample_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("module", "dtype"),
-    pairs([Slight, Late], [torch.float32, torch.float64], lambda module, dtype: module == dtype + 1),
+    pairs(
+        [Slight, Late, Views], [torch.float32, torch.float64], lambda module, dtype: module == dtype + 1 or module > 1
+    ),
 )  # the first: below
 def test_what_is_little_or_late_is_told(module: type[Mixing], dtype: torch.dtype) -> None:
     assert len(fit(module(dtype), [batch(dtype)] * (4 if module is Late else 1), layers="layers", message=MESSAGE)) == 1
@@ -186,10 +198,21 @@ class Statistics(Mixing):
         return super().training_step(batch, batch_idx) + 0.0 * self.mean
 
 
+class Copies(Views):
+    """Gives the layers each sample twice, for two draws of dropout."""
+
+    share = 0.0
+
+    def before(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.cat([batch["x"], batch["x"]])
+
+
 @pytest.mark.parametrize(
     ("module", "dtype"),
     pairs(
-        [Mixing, Noise, Seldom, Statistics], [torch.float64, torch.float32], lambda module, dtype: module == 2 - dtype
+        [Mixing, Noise, Seldom, Statistics, Copies],
+        [torch.float64, torch.float32],
+        lambda module, dtype: module == 2 - dtype or (module == 4 and dtype == 0),
     ),
 )
 def test_no_false_alarms(module: type[Mixing], dtype: torch.dtype) -> None:

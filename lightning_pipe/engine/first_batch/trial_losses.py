@@ -13,7 +13,7 @@ Stages pass on that a run has failed, so that it ends on all ranks::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -95,7 +95,7 @@ def trial_losses(
     Returns:
         What has come of it, on all ranks.
     """
-    known, transport = pipeline.training_executor, pipeline.transport
+    known, transport, module = pipeline.training_executor, pipeline.transport, pipeline.module
     stages, exchange = known.stages, BoundaryExchange(transport)
     trial = _Trial(stages.interceptor, stages.layers, together or {})
     executor = Executor(trial, exchange, known.placement, lambda _: None, known.skips)
@@ -105,8 +105,7 @@ def trial_losses(
         for number, part in enumerate(batches):
             # a signature of its own: nobody knows what will cross
             batch = Batch(step, [part], [number], [1.0], streams, training=False)
-            quiet = NotRandom(pipeline.module, streams.torch, whole=evaluating)
-            with leaving_no_trace(stages), quiet as trial.functions:
+            with leaving_no_trace(stages), NotRandom(module, streams.torch, whole=evaluating) as trial.functions:
                 executor.run(program, batch)
     found: list[TrialLosses] = transport.all_gather_object(trial.seen, pipeline.pipeline_members)
     return TrialLosses(
@@ -190,11 +189,17 @@ def _least(tensor: Tensor, autocast: torch.dtype | None) -> float:
 
 def _distance(whole: Tensor, parts: Sequence[Tensor]) -> float:
     """How far a tensor is from parts that follow each other in it, relative to their norm; else infinite."""
-    if parts and whole.is_floating_point() and not is_divided(whole):
-        for dimension in range(whole.dim()):
-            with suppress(RuntimeError):  # they have other shapes
-                joined = torch.cat([*parts], dimension).double()
-                if joined.shape == whole.shape:
-                    found = float((whole.double() - joined).norm() / joined.norm())
-                    return found if isfinite(found) else inf
-    return inf
+    compared = parts if whole.is_floating_point() and not is_divided(whole) else ()
+    found = [float((whole - joined).norm() / joined.norm()) for joined in _orders(compared, whole.shape)]
+    return min(filter(isfinite, found), default=inf)
+
+
+def _orders(parts: Sequence[Tensor], shape: torch.Size) -> Iterator[Tensor]:
+    """Parts in a row; then as if each held several views of its samples (``torch.cat([x, y])``), view by view."""
+    for dimension in range(len(shape) if parts else 0):
+        with suppress(RuntimeError):  # they have other shapes
+            fits = torch.cat([*parts], dimension).shape == shape
+            for views in range(1, fits * parts[0].shape[dimension] + 1):
+                if not any(part.shape[dimension] % views for part in parts):
+                    rows = zip(*(part.chunk(views, dimension) for part in parts), strict=True)
+                    yield torch.cat([piece for row in rows for piece in row], dimension).double()
