@@ -96,11 +96,7 @@ class Pipeline(PartitionedModule):
         """Runs the stages of some passes, one pass behind the other. Plans of several passes meet none of one pass."""
         layers, transport = len(self.names), self.transport
         stage_of = [stage for stage, span in enumerate(self.stage_layers) for _ in span]
-        spans = [
-            range(number * layers + span.start, number * layers + span.stop)
-            for number in range(passes)
-            for span in self.stage_layers
-        ]
+        spans = [range(n * layers + s.start, n * layers + s.stop) for n in range(passes) for s in self.stage_layers]
         stages = [
             StageLayers(stage, span, self.names * passes, routes.get(stage, {}), stage_of if passes > 1 else ())
             for stage, span in enumerate(spans)

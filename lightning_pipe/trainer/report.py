@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -94,8 +94,8 @@ class Report:
         )
         plan = replace(made, bubble=self._bubble(batch.micro_batches), notes=(*self.notes, *notes, *made.notes))
         if self.module.trainer.is_global_zero:  # to draw its tables takes longer than a small batch
-            bar: Any = self.module.trainer.progress_bar_callback  # `module.print` asks for what bars need not have
-            (bar.print if getattr(bar, "is_enabled", False) else print)(plan_text(plan))
+            bar = self.module.trainer.progress_bar_callback  # `module.print` asks it for what bars need not have
+            (self.module.print if bar is None or hasattr(bar, "is_enabled") else print)(plan_text(plan))
         return plan
 
     def end(self) -> None:
