@@ -29,6 +29,7 @@ def lines(
     axes: tuple[str, str],
     *,
     logarithmic: bool = False,
+    size: tuple[float, float] = (8.2, 4.4),
 ) -> Figure:
     """Curves over a number: published points large and empty, ours small, filled and joined.
 
@@ -37,8 +38,9 @@ def lines(
         ours: by the same labels, or by others.
         axes: what is along x and y, with units.
         logarithmic: x and y grow by factors.
+        size: width and height in inches.
     """
-    figure, plot = _figure((8.2, 4.4))
+    figure, plot = _figure(size)
     for index, label in enumerate(dict.fromkeys([*published, *ours])):
         style: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         if label in published:
