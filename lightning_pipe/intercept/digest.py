@@ -9,8 +9,8 @@ on what one device has::
         loss = self.layers(h).mean()
         self.gain *= 0.9                        (undone)            0.9
 
-Of a tensor that comes from layers or parameters its number counts, of one that comes from the batch what it went
-through, of any other tensor its values, of numbers, text, containers and objects what they hold, else the type.
+Of a tensor from layers or parameters its number counts, of one from the batch what it went through, of any other its
+values, of numbers, text, containers, objects and functions that are given what they hold, else the type.
 
 Values of a tensor on a device would have to be waited for. What it went through counts in their place, in earlier runs
 of the batch too: runs that end at a cut are put back, so the last stage alone has what they have made.

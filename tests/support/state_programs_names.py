@@ -65,20 +65,6 @@ class HiddenParameterBefore(Base):
         return super().behind(out)
 
 
-@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
-class ParameterByItsDataBehind(Base):
-    def make(self) -> None:
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def behind(self, out: Tensor) -> Tensor:
-        loss = super().behind(out * self.scale)
-        self.scale.data.mul_(0.9)
-        return loss
-
-    def seen(self) -> list[Any]:
-        return [self.scale.sum()]
-
-
 @program(MICRO_BATCHES, train_chimera=STALE)
 class BufferByItsDataBehind(Base):
     def make(self) -> None:
@@ -91,6 +77,12 @@ class BufferByItsDataBehind(Base):
 
     def seen(self) -> list[Any]:
         return [self.mean.sum()]
+
+
+@program(MICRO_BATCHES, train=STALE, evaluate=STALE)
+class ParameterByItsDataBehind(BufferByItsDataBehind):
+    def make(self) -> None:
+        self.mean = nn.Parameter(torch.ones(WIDTH))
 
 
 @program(MICRO_BATCHES, train=STALE)
