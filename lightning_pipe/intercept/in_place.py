@@ -155,13 +155,3 @@ class InPlace:
                     f"a tensor of shape {array.shape} or its `.numpy()` changes in place, and they share their memory.",
                     hint="Take the array of a copy: `.clone().numpy()`.",
                 )
-
-    def check_not_read(self, changed: Tensor, name: str) -> None:
-        """A buffer must not change behind a cut for the next micro-batch if an earlier stage reads it."""
-        owned = self._parameter_use.name_of(changed) if self._numbers.of(changed) is None else None
-        if owned is not None:
-            raise CutError(
-                f"'{name}' changes '{owned}' in place behind a cut, and an earlier stage reads it: it would read an "
-                "old value for the next micro-batch.",
-                hint=f"Change '{owned}' inside a layer, or after the step, in on_train_batch_end.",
-            )

@@ -65,7 +65,7 @@ class SkippedLayers:
             tracker.digest.refer(tracker.digest.referred(references.values()), following.changing)
         call = tracker.expect(name)
         self._cache.state.check_called(name, module)
-        tracker.note_read(tensors)
+        tracker.note_leaves(tensors)
         self.modules.append(module)
         if call.is_plain and tracker.numbers.find(call.numbers[0]) is None:  # as mostly
             result = Placeholder.of(call.leaves[0], self._cache.device)

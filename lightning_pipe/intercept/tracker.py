@@ -83,7 +83,7 @@ class Tracker(TorchFunctionMode):
         self.digest = Digest(self.numbers, parameter_use.name_of, idle=not partial)
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self.partial, self._expected = partial, expected or ()
-        self._read_before: dict[int, Tensor | None] = {}
+        self._leaves_before: dict[int, Tensor] = {}
         self.surroundings, self._parameter_use = Surroundings(isolated), parameter_use
         self._off = 0
 
@@ -180,16 +180,13 @@ class Tracker(TorchFunctionMode):
                     "in a forward hook on a part of the layer.",
                 )
 
-    def note_read(self, tensors: Sequence[Tensor]) -> None:
-        """Note what an earlier stage reads. Leaves of the graph are kept: derivatives by them go on there."""
-        for tensor in tensors:
-            # Others by ``id`` alone. Another tensor may get the same one later, and no harm is done:
-            # `InPlace.check_not_read` asks for the module's own tensors only, and these live on.
-            self._read_before[id(tensor)] = tensor if tensor.requires_grad and tensor.grad_fn is None else None
+    def note_leaves(self, tensors: Sequence[Tensor]) -> None:
+        """Note leaves of the graph that an earlier stage uses: derivatives by them go on there."""
+        self._leaves_before |= {id(each): each for each in tensors if each.requires_grad and each.grad_fn is None}
 
     def is_leaf_before(self, tensor: Any) -> bool:
         """Whether an earlier stage uses this leaf of the graph."""
-        return self._read_before.get(id(tensor)) is tensor
+        return self._leaves_before.get(id(tensor)) is tensor
 
     def _made_inside(self, node: Any) -> bool:
         # Autograd counts the nodes that a thread makes (torch 2.13), so those of a layer lie between two counts.
@@ -213,7 +210,7 @@ class Tracker(TorchFunctionMode):
         leaves = leaves_of(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.waiting:
-            self.note_read(tensors)  # if it changes behind the cut, the next micro-batch would read another value here
+            self.note_leaves(tensors)
         if not any(map(self.numbers.derived, tensors)):
             return self._plain(name, func, args, kwargs, leaves, tensors)
         if name == "_is_all_true":  # so torch.distributions checks what it is given: on the stage that has it
@@ -332,9 +329,6 @@ class Tracker(TorchFunctionMode):
         self.in_place.check_not_lent(written, name)
         if self.changing is not None:
             self.changing(written, name)
-        for tensor in () if self.alone or self.waiting else written:
-            if id(tensor) in self._read_before:
-                self.in_place.check_not_read(tensor, name)
 
     def paused(self) -> _Paused:
         """A context, around layers and the engine's own code, in which calls are neither recorded nor slowed down."""
