@@ -41,7 +41,8 @@ class Loaders:
                 "`trainer.strategy.data_parallel_rank` and `trainer.strategy.data_parallel_size`: the ranks of "
                 "torch.distributed count processes, of which a pipeline has several."
             )
-        if layout.pipeline_parallel_size * layout.tensor_parallel_size == 1:
+        alone = layout.pipeline_parallel_size * layout.tensor_parallel_size == 1
+        if alone and layout.data_parallel_size == 1:
             return loader
         source = transport.peers[self._pipeline.loss_ranks[0]]
         share = partial(self.channel.share, source=source, purpose=BATCHES)
@@ -50,7 +51,7 @@ class Loaders:
         if layout.data_parallel_size > 1 and not self._trainer.predicting:
             lengths = {*transport.all_gather_object(sized_len(shared), self._world.replica_members)}
             shared.compare = self._compare_replicas if None in lengths or len(lengths) > 1 else None
-        return shared
+        return loader if alone and shared.compare is None else shared
 
     def full_batch(self) -> int:
         """Samples of a full training batch; 0 if the loader does not know them."""

@@ -27,13 +27,19 @@ class Streams(IterableDataset[Any]):
         yield from (samples[index] for index in range(self.lengths[self.trainer.strategy.data_parallel_rank]))
 
 
-def steps(lengths: tuple[int, int], sized: bool = False, **options: Any) -> int | str:
+def steps(ranks: int, lengths: tuple[int, int], sized: bool = False, **options: Any) -> int | str:
     from lightning_pipe import PipeStrategy
 
     quiet()
     strategy = PipeStrategy(data_parallel_size=2, micro_batches=2, compare_losses=False)
     trainer = L.Trainer(
-        accelerator="cpu", devices=4, strategy=strategy, max_epochs=1, use_distributed_sampler=False, **QUIET, **options
+        accelerator="cpu",
+        devices=2 * ranks,
+        strategy=strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        **QUIET,
+        **options,
     )
 
     class Own(Lit):
@@ -52,11 +58,11 @@ def steps(lengths: tuple[int, int], sized: bool = False, **options: Any) -> int 
     return trainer.global_step
 
 
-def limited(process: int) -> list[int | str]:
+def limited(process: int, ranks: int) -> list[int | str]:
     return [
-        steps((16, 32), limit_train_batches=2),
-        steps((32, 16), sized=True, limit_train_batches=2),
-        steps((32, 16)),
+        steps(ranks, (16, 32), limit_train_batches=2),
+        steps(ranks, (32, 16), sized=True, limit_train_batches=2),
+        steps(ranks, (32, 16)),
     ]
 
 
@@ -66,9 +72,10 @@ def limited(process: int) -> list[int | str]:
     "refused",
     "when the shortest has ended, with what was counted",
 )
-def test_data_of_different_length() -> None:
-    found = run_trainers(limited, 4, timeout=90)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_data_of_different_length(ranks: int) -> None:
+    found = run_trainers(limited, 2 * ranks, timeout=90, ranks=ranks)
     for process, values in enumerate(found):
         assert values[:2] == [2, 2]
         assert "datasets differ in length" in str(values[2])
-        assert ("2 batches, others have more" if process >= 2 else "3 or more, others have fewer") in str(values[2])
+        assert ("2 batches, others have more" if process >= ranks else "3 or more, others have fewer") in str(values[2])
