@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -63,9 +64,8 @@ def _divided(results: Sequence[Tensor], gradients: Sequence[Tensor], entry: Tens
 
     def rest() -> None:
         # Graphs may be walked several times here; what they hold goes when the whole pass is dropped.
-        for result, gradient, alone in zip(results, gradients, apart, strict=True):
-            if alone:
-                backward([result], [gradient], retain_graph=True)
+        if any(apart):
+            backward([*compress(results, apart)], [*compress(gradients, apart)], retain_graph=True)
         for junction, of_junction in arrived.items():
             # on towards its weights, to which no other junction leads: autograd computes nothing else
             edges = {GradientEdge(junction, i): each for i, each in enumerate(of_junction) if each is not None}
@@ -109,8 +109,10 @@ def _walk(roots: Sequence[Node], entry: Node) -> tuple[dict[Node, bool], dict[No
     indivisible = any(isinstance(node, BackwardCFunction) for node in junctions)
     # A reentrant checkpoint runs a backward pass of its own, which torch refuses in the first half (torch 2.13).
     indivisible = indivisible or any("CheckpointFunction" in type(node).__name__ for node in leads)
-    # Weights that two junctions lead to: asked for by name, autograd would go to them from one by way of the other.
+    # Weights that two junctions lead to: asked for by name, autograd would go to them from one by way of the other. If
+    # a result that does not lead to the entry does, what lies between would run once for each of the two.
     found = [leaf for leaves in junctions.values() for leaf in leaves]
+    found += _leaves([root for root in roots if not leads[root]], after)
     return leads, None if indivisible or len(found) > len(set(found)) else junctions
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,41 @@ def shared(weights: nn.ModuleList, x: Tensor) -> Tensor:
 
 def broadcast(weights: nn.ModuleList, x: Tensor) -> Tensor:
     return x * weights[0].bias + (x * weights[1].bias).sum()
+
+
+class Limited(torch.autograd.Function):
+    """Limits gradients: those of two parts, added, are not that of their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.1, 0.1)
+
+
+def table(weight: Tensor, x: Tensor) -> list[Tensor]:
+    limited = Limited.apply(weight)  # type: ignore[no-untyped-call]
+    return [x * limited, limited.sin()]
+
+
+def two_tables(weight: Tensor, x: Tensor) -> list[Tensor]:
+    limited = Limited.apply(weight)  # type: ignore[no-untyped-call]
+    return [x * 2, limited.sin(), limited.cos()]
+
+
+@pytest.mark.parametrize("run", [table, two_tables])
+def test_a_tensor_made_from_weights_gets_its_whole_gradient_at_once(
+    run: Callable[[Tensor, Tensor], list[Tensor]],
+) -> None:
+    weight, entry = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    results = run(weight, entry)
+    torch.autograd.backward(results, [torch.ones_like(each) for each in results])
+    expected, weight.grad = weight.grad, None
+    results = run(weight, entry)
+    input_half(results, [torch.ones_like(each) for each in results], entry, whole=False)()
+    torch.testing.assert_close(weight.grad, expected)
 
 
 @pytest.mark.parametrize("run", [chain, shared, broadcast])
