@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import BackwardHook
 
 from lightning_pipe.errors import CutError
@@ -34,15 +35,15 @@ def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[An
     return _original(self, fn, args)  # type: ignore[no-untyped-call]
 
 
-def _noticed(name: str) -> Callable[..., Any]:
-    """A method of tensors that registers a hook; one of a step's graph must run once, so its backward is not divided.
+def _noticed(owner: type[Any], name: str) -> Callable[..., Any]:
+    """A method that sets up hooks; one of a step's graph must run once, so its backward is not divided.
 
-    Parameters are there for all micro-batches, and their hooks run when all of these are done.
+    Hooks of saved tensors are checkpoints, too. Those of parameters run when all micro-batches are done.
     """
-    original = getattr(Tensor, name)
+    original = getattr(owner, name)
 
     @functools.wraps(original)
-    def register(self: Tensor, *args: Any) -> Any:
+    def register(self: Any, *args: Any) -> Any:
         run = current_run()
         if run is not None and isinstance(self, nn.Parameter) and args:
             raise CutError(
@@ -66,9 +67,8 @@ def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 BACKWARD_HOOKS = (
     (torch.autograd, "_engine_run_backward", _run_backward),
     (BackwardHook, "_apply_on_tensors", _apply_on_tensors),
-    *(
-        (Tensor, name, _noticed(name))
-        for name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-    ),
+    *((Tensor, name, _noticed(Tensor, name)) for name in ("register_hook", "retain_grad")),
+    (Tensor, "register_post_accumulate_grad_hook", _noticed(Tensor, "register_post_accumulate_grad_hook")),
+    (saved_tensors_hooks, "__enter__", _noticed(saved_tensors_hooks, "__enter__")),
 )
 """While it is installed, backward hooks that are set up look where their module runs, and backward passes for a cut."""

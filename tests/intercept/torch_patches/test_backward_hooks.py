@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from lightning_pipe.errors import CutError
@@ -141,7 +141,23 @@ class InsideLayers(Net):
             return torch.tanh(z)
 
 
-EXACT = [ForwardHooks, HooksInLayers, BetweenLayers, OnNodes, OnSeveral, InsideLayers]
+class OfSavedTensors(Net):
+    """Tensors that are fetched from where they were put away, and are there no more."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            away: list[Tensor] = []
+
+            def fetch(number: int) -> Tensor:
+                fetched, away[number] = away[number], torch.empty(0)
+                half(fetched)
+                return fetched
+
+            with saved_tensors_hooks(lambda tensor: (away.append(tensor), len(away) - 1)[1], fetch):
+                return super().forward(x)
+
+
+EXACT = [ForwardHooks, HooksInLayers, BetweenLayers, OnNodes, OnSeveral, InsideLayers, OfSavedTensors]
 
 
 def check(net: type[Net], run: dict[str, Any]) -> None:
@@ -156,7 +172,7 @@ def check(net: type[Net], run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "run"), pairs(EXACT, RUNS, lambda net, run: (net, run) in ((0, 0), (1, 3), (2, 2), (4, 0)))
+    ("net", "run"), pairs(EXACT, RUNS, lambda net, run: (net, run) in ((0, 0), (1, 3), (2, 2), (4, 0), (6, 3)))
 )
 def test_backward_hooks_act_as_on_one_device(net: type[Net], run: dict[str, Any]) -> None:
     check(net, run)
