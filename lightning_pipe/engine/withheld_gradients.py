@@ -86,23 +86,23 @@ def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -
         parameters: all that may get a gradient.
         scale: the factor that the code inside puts on its losses.
     """
-    # those of other ranks get none, and each question to one of them costs as much as a small operation
-    trainable = [each for each in parameters if not isinstance(each, AbsentTensor) and each.requires_grad]
-    before = [parameter.grad for parameter in trainable]
+    # those of other ranks get none, and to ask one costs as much as a small operation; the step may train frozen ones
+    held = [each for each in parameters if not isinstance(each, AbsentTensor)]
+    before = [parameter.grad for parameter in held]
     withheld = WithheldGradients(scale)
     # the dictionaries of tensor hooks and post-accumulate hooks are emptied in place: autograd has references to them
-    both = ((each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in trainable)
+    both = ((each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in held)
     silenced = [(hooks, dict(hooks)) for of_one in both for hooks in of_one if hooks]
-    for parameter in trainable:
+    for parameter in held:
         parameter.grad = None
     for hooks, _ in silenced:
         hooks.clear()
     try:
         yield withheld
-        withheld.parameters = [parameter for parameter in trainable if parameter.grad is not None]
+        withheld.parameters = [parameter for parameter in held if parameter.grad is not None]
         withheld.gradients = [settled(p.grad, p) for p in withheld.parameters if p.grad is not None]
     finally:
         for hooks, kept in silenced:
             hooks.update(kept)
-        for parameter, gradient in zip(trainable, before, strict=True):
+        for parameter, gradient in zip(held, before, strict=True):
             parameter.grad = gradient

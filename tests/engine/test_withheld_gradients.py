@@ -151,6 +151,21 @@ def test_parameters_without_gradient_keep_none() -> None:
     assert unused.grad is None
 
 
+def test_parameters_that_are_trained_from_the_step_on() -> None:
+    net = network()
+    net[0].requires_grad_(False)
+    with withheld_gradients(list(net.parameters())) as held:
+        net.requires_grad_(True)
+        loss = nn.functional.mse_loss(net(X), Y)
+        loss.backward()
+    assert all(each.grad is None for each in net.parameters())
+    held.loss(loss.item(), torch.float64, CPU).backward()
+    expected = network()
+    nn.functional.mse_loss(expected(X), Y).backward()
+    for ours, truth in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, truth.grad)
+
+
 def test_old_gradients_and_hooks_come_back_after_an_error() -> None:
     net = network()
     scheduled(net).backward()
