@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_pipe.sharding.fully_sharded import FullySharded
 
 Key = Any
+Owner = Callable[[Parameter], int] | None
 # Keys of reductions: what comes first in a group is what is largest.
 _DIVIDED, _SHARED, _STAGE = -1, 0, 1
 
@@ -48,6 +49,11 @@ class _Entry:
     presence: tuple[Tensor, Work] | None = None
     trainable: list[Parameter] = field(default_factory=list)
     buckets: list[_Bucket] = field(default_factory=list)
+
+    def note_trainable(self) -> None:
+        """Add what is trained now. Frozen parameters are so everywhere: all ranks run the user's code that freezes."""
+        known = {id(parameter) for parameter in self.trainable}
+        self.trainable = [each for each in self.parameters if each.requires_grad or id(each) in known]
 
 
 class GradientSync:
@@ -110,11 +116,8 @@ class GradientSync:
             key = (_DIVIDED, *owners) if divided else (_SHARED, *owners) if stage is None else (_STAGE, stage)
             by_key.setdefault(key, []).append(parameter)
             members[key] = topology.members(self._transport.replica, owners) if divided else topology.holders(owners)
-        shared = [
-            HolderGroup(members[key], tuple(by_key[key]), first=key[-1])
-            for key in sorted(members)
-            if len(members[key]) > 1
-        ]
+        several = [key for key in sorted(members) if len(members[key]) > 1]
+        shared = [HolderGroup(members[key], tuple(by_key[key]), first=key[-1]) for key in several]
         self._transport.open_groups(group.members for group in shared)
         self.shards = OptimizerShards(shared, self._transport)
         # Parameters of one process are reduced as well, which does nothing: every stage then has its key.
@@ -150,13 +153,7 @@ class GradientSync:
         if self.overlapped and (_STAGE, stage) in self._entries:
             self.start((_STAGE, stage))
 
-    def add(
-        self,
-        key: Key,
-        parameters: Iterable[Parameter],
-        members: tuple[int, ...],
-        owner: Callable[[Parameter], int] | None = None,
-    ) -> None:
+    def add(self, key: Key, parameters: Iterable[Parameter], members: tuple[int, ...], owner: Owner = None) -> None:
         """Name what is to be reduced.
 
         Args:
@@ -174,6 +171,11 @@ class GradientSync:
         entry = self._entries[key]
         entry.wanted = True
         self._issue(entry.members)
+
+    def await_further(self) -> None:
+        """Leave the gradients of a batch to a later `finish`, also of parameters that are frozen until then."""
+        for entry in self._entries.values():
+            entry.note_trainable()
 
     def finish(self) -> None:
         """Reduce what was not started yet, wait for all, and leave the sums in ``p.grad``.
@@ -201,8 +203,7 @@ class GradientSync:
 
     @torch.no_grad()
     def _begin(self, entry: _Entry) -> None:
-        # Frozen parameters are frozen everywhere: schedules of freezing are the user's code, which all ranks run.
-        entry.trainable = [parameter for parameter in entry.parameters if parameter.requires_grad]
+        entry.note_trainable()
         present = torch.tensor([parameter.grad is not None for parameter in entry.trainable], dtype=torch.int32)
         # On the host, so that reading it does not wait for the device.
         entry.presence = (present, self._transport.all_reduce(present, entry.members))

@@ -152,6 +152,29 @@ def test_frozen_parameters_take_no_part_and_may_thaw() -> None:
     assert run_threads(thread_world(WORLD), fn) == [[None, [3.0, 3.0], [3.0, 3.0], None]] * 3
 
 
+def test_parameters_frozen_while_their_gradients_wait_are_summed() -> None:
+    def fn(transport: ThreadTransport) -> list[Any]:
+        weights = [Parameter(torch.zeros(2)) for _ in range(3)]
+        reducer = GradientSync(transport)
+        reducer.add(0, weights, EVERYONE)
+        weights[1].requires_grad_(False)
+        if transport.process == 1:
+            weights[0].grad = torch.ones(2)
+        reducer.await_further()
+        weights[0].requires_grad_(False)
+        weights[1].requires_grad_().grad = torch.ones(2)
+        reducer.await_further()
+        weights[1].requires_grad_(False)
+        reducer.finish()
+        found = [None if each.grad is None else each.grad.tolist() for each in weights]
+        weights[0].grad = torch.ones(2) * transport.process  # nobody has trained it since
+        reducer.finish()
+        return [*found, weights[0].grad.tolist()]
+
+    summed = [[1.0, 1.0], [3.0, 3.0], None]
+    assert run_threads(thread_world(WORLD), fn) == [[*summed, [float(process)] * 2] for process in EVERYONE]
+
+
 def test_gradients_accumulate_into_what_was_reduced() -> None:
     def fn(transport: ThreadTransport) -> list[float]:
         layer = torch.nn.Linear(3, 2)

@@ -22,6 +22,8 @@ from tests.support.trainer_runs import QUIET, quiet
 class Step(L.LightningModule):
     """A chain of layers, of whose weights it keeps averages if a subclass says so."""
 
+    accumulated = 1
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -53,6 +55,15 @@ class Freezes(Step):
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         self.net[2].requires_grad_(batch_idx % 2 == 0)
         return super().training_step(x, batch_idx)
+
+
+class FrozenMeanwhile(Step):
+    """Freezes a part in a hook, while its gradient waits for the last batch of three."""
+
+    accumulated = 3
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.net[2].requires_grad_(batch_idx < 2)
 
 
 class Truncated(Step):
@@ -88,7 +99,8 @@ def fit(process: int, kind: type[Step], devices: int = 1, strategy: Any = "auto"
     quiet()
     module = kind().double()
     data = [torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(seed)).double() for seed in range(3)]
-    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **QUIET)
+    options = {**QUIET, "accumulate_grad_batches": kind.accumulated}
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
@@ -120,6 +132,7 @@ STRATEGIES: dict[Any, tuple[type[Step], dict[str, Any]]] = {
     "whole": (Truncated, {"micro_batches": 1}),
     "whole, added": (Added, {"micro_batches": 1, **STAGES}),
     "cut": (Truncated, {**STAGES, "balance": [1, 2]}),
+    "frozen meanwhile": (FrozenMeanwhile, {"schedule": "chimera"}),
 }
 
 
@@ -129,10 +142,21 @@ def found() -> dict[str, list[Trained]]:
     return in_turn({name: partial(fit, kind=run[0], devices=2, strategy=run[1]) for name, run in runs.items()}, 2)
 
 
+def check(name: str, found: dict[str, list[Trained]]) -> None:
+    for key, value in fit(0, STRATEGIES[name][0])[0].items():
+        for weights, _ in found[name]:
+            torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["whole", "whole, added"])
 def test_whole_batches_help(name: str, found: dict[str, list[Trained]]) -> None:
-    for key, value in fit(0, STRATEGIES[name][0])[0].items():
-        torch.testing.assert_close(found[name][0][0][key], value, rtol=1e-9, atol=1e-12)
+    check(name, found)
+
+
+def test_a_gradient_that_waits_is_summed_over_copies_when_its_parameter_is_frozen(
+    found: dict[str, list[Trained]],
+) -> None:
+    check("frozen meanwhile", found)
 
 
 def test_state_from_batch_to_batch_is_told_of_whole_batches(found: dict[str, list[Trained]]) -> None:
