@@ -75,13 +75,14 @@ class RandomStreams:
         self.number = begun[0][0]
         # with the calls that have no streams of theirs
         self._alone = [(each, quiet) for each, (_, quiet) in zip(self._draws, begun, strict=True)]
+        self._silent = frozenset.intersection(*(quiet for _, quiet in self._alone))
 
     def isolated(self, micro_batch: int, *key: int) -> AbstractContextManager[None]:
         """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
         call = self._draws[0].call_of(key) if self._watches else None
-        draws = [each for each, quiet in self._alone if call not in quiet]
-        if not draws:
+        if call in self._silent:  # as mostly
             return _AS_IT_IS
+        draws = [each for each, quiet in self._alone if call not in quiet]
         return _Isolated(draws, mix(self.seed, micro_batch * self._replicas + self._replica, *key), self.number, call)
 
     @contextmanager
