@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.snapshot import MISSING, is_compared
 from lightning_pipe.intercept.tensor_state import same_values
-from lightning_pipe.intercept.user_objects import inside, is_object
+from lightning_pipe.intercept.user_objects import inside
 from lightning_pipe.torch_internals import DisableTorchFunction
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, np.ndarray)
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, np.ndarray, type(None))
 
 Place = tuple[str, str]
 """The path from a module to a part of it, and the name of an attribute or buffer there."""
@@ -78,7 +76,7 @@ def is_data(name: str) -> bool:
 
 def is_state(value: Any) -> bool:
     """Whether a value is a number, a list, an object of the user's: something that a module may keep of its calls."""
-    return isinstance(value, (*_PLAIN, *_CONTAINERS)) or is_object(value)
+    return isinstance(value, _PLAIN) or inside(value) is not None
 
 
 def is_own(module: nn.Module) -> bool:

@@ -42,7 +42,7 @@ from lightning_pipe.intercept.kept_state import (
     written,
 )
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, check_held, held_by
-from lightning_pipe.intercept.numbers import next_token
+from lightning_pipe.intercept.numbers import tokens
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.references import leads_to
@@ -330,7 +330,7 @@ class LayerState:
     def begin_batch(self) -> None:
         """No other batch is under way: all ranks have the same."""
         self._late.clear()
-        self.since = next_token()
+        self.since = next(tokens)
 
     def take(self) -> list[Change]:
         """What complete runs have changed since this was asked, and what calls have been seen to keep."""

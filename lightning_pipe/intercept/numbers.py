@@ -18,7 +18,8 @@ SAME_PATH = (
     "that goes from one micro-batch to the next (self.hidden) needs micro_batches=1."
 )
 NO_VIEWS = "Do not keep views of, or weak references to, tensors across layer calls; use .clone()."
-_tokens = itertools.count()
+tokens = itertools.count()
+"""Each is larger than all before it."""
 
 
 class Numbers:
@@ -32,7 +33,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self.unfilled: dict[int, str] = {}
-        self.token = next_token()
+        self.token = next(tokens)
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.following = 0
 
@@ -120,11 +121,6 @@ class Numbers:
 def set_attributes(tensor: Tensor) -> dict[str, Any]:
     """The attributes that the user's code has set in a tensor."""
     return {n: each for n, each in vars(tensor).items() if n[0] != "_" and n not in ("differentiable", "origin")}
-
-
-def next_token() -> int:
-    """A token that is larger than all before it."""
-    return next(_tokens)
 
 
 def swap(old: Tensor, new: Tensor) -> None:

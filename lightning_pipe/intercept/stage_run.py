@@ -282,7 +282,7 @@ class StageRun:
         if leaf is None:
             return bool(node._sequence_nr() < self._begin)  # type: ignore[union-attr]
         answered = (parameter for module in self.skipped_layers.modules for parameter in module.parameters())
-        return self.tracker.is_leaf_before(leaf) or any(parameter is leaf for parameter in answered)
+        return self.tracker.leaves_before.get(id(leaf)) is leaf or any(parameter is leaf for parameter in answered)
 
     def check_copies(self) -> None:
         """Raise if one of two tensors with one memory has changed since the cut at which they became two."""

@@ -58,6 +58,7 @@ class Tracker(TorchFunctionMode):
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
         changing: told which tensors a function is about to change in place; ``None``: nobody asks.
         function: the ``torch.autograd.Function`` that is being applied, if any.
+        leaves_before: by ``id`` the leaves of the graph that an earlier stage uses: derivatives by them go on there.
         shows_objects: whether other ranks can be shown what layers change in objects that they are given.
     """
 
@@ -83,7 +84,7 @@ class Tracker(TorchFunctionMode):
         self.digest = Digest(self.numbers, parameter_use.name_of, idle=not partial)
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
         self.partial, self._expected = partial, expected or ()
-        self._leaves_before: dict[int, Tensor] = {}
+        self.leaves_before: dict[int, Tensor] = {}
         self.surroundings, self._parameter_use = Surroundings(isolated), parameter_use
         self._off = 0
 
@@ -181,12 +182,8 @@ class Tracker(TorchFunctionMode):
                 )
 
     def note_leaves(self, tensors: Sequence[Tensor]) -> None:
-        """Note leaves of the graph that an earlier stage uses: derivatives by them go on there."""
-        self._leaves_before |= {id(each): each for each in tensors if each.requires_grad and each.grad_fn is None}
-
-    def is_leaf_before(self, tensor: Any) -> bool:
-        """Whether an earlier stage uses this leaf of the graph."""
-        return self._leaves_before.get(id(tensor)) is tensor
+        """Note the leaves of the graph among what an earlier stage uses."""
+        self.leaves_before |= {id(each): each for each in tensors if each.requires_grad and each.grad_fn is None}
 
     def _made_inside(self, node: Any) -> bool:
         # Autograd counts the nodes that a thread makes (torch 2.13), so those of a layer lie between two counts.
@@ -201,6 +198,13 @@ class Tracker(TorchFunctionMode):
         if self._off or self.function:
             return self._unrecorded(func, args, kwargs)
         name = function_name(func)
+        if name in ("grad.__get__", "grad.__set__") and isinstance(args[0], nn.Parameter) and args[0].requires_grad:
+            raise CutError(
+                f"the step reads or sets the gradient of a parameter {tuple(args[0].shape)}, which is on another rank, "
+                "or in training that of some micro-batches, or none.",
+                hint="Do so in a hook, such as on_before_optimizer_step. Lightning zeroes gradients by itself; "
+                "torch.autograd.grad gives derivatives within the step.",
+            )
         if name in MIRRORED and len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
             # for `x < h` Python asks h first if it is of a class derived from that of x: a placeholder, for h > x
             func = MIRRORED[name]
