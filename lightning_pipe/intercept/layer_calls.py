@@ -250,11 +250,13 @@ class LayerCalls:
         A module that has set nothing in thorough runs is not searched in others: it is now, while all is as it was.
 
         Raises:
-            CutError: a module sets it in another one, or the step exchanges a part; or see `LayerState.setting`.
+            CutError: a module sets it in another one, the step adds or exchanges a part; or see `LayerState.setting`.
         """
         state, inside = self.cache.state, self.tracker.surroundings.inside
-        if isinstance(value, nn.Module) and part in state.root_of and not (inside or part._modules.get(name) is value):
-            raise CutError(f"the step exchanges `{state.written(part, name)}`, a part of a layer.", hint=IN_A_HOOK)
+        other = isinstance(value, nn.Module | nn.Parameter) and not (inside or getattr(part, name, None) is value)
+        if other and (part in state.root_of or (part in state.around.values() and _is_new(value, state))):
+            what = f"the step adds or exchanges `{state.written(part, name)}`, a part of a layer or new parameters."
+            raise CutError(what, hint=f"Build it in __init__ or setup. {IN_A_HOOK}")
         if not state.counts(part, name, value):
             return
         if not inside:
@@ -348,6 +350,13 @@ class LayerCalls:
                 self._skips[key] = stashed[key] = alias
                 self.routed[self.tracker.numbers.give(alias)] = self._stage.routes[key]
         return stashed, popped
+
+
+def _is_new(value: nn.Module | nn.Parameter, state: LayerState) -> bool:
+    """Whether a parameter, or a module with some, is no part of the user's module."""
+    if isinstance(value, nn.Parameter):
+        return True
+    return value not in state.modules.values() and any(True for _ in value.parameters())
 
 
 def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:

@@ -198,10 +198,11 @@ class Tracker(TorchFunctionMode):
         if self._off or self.function:
             return self._unrecorded(func, args, kwargs)
         name = function_name(func)
-        if name in ("grad.__get__", "grad.__set__") and isinstance(args[0], nn.Parameter) and args[0].requires_grad:
+        gradient = name in ("grad.__get__", "grad.__set__") and isinstance(args[0], nn.Parameter)
+        if gradient and (owned := self._parameter_use.name_of(args[0])) is not None and args[0].requires_grad:
             raise CutError(
-                f"the step reads or sets the gradient of a parameter {tuple(args[0].shape)}, which is on another rank, "
-                "or in training that of some micro-batches, or none.",
+                f"the step reads or sets the gradient of '{owned}', which is on another rank, or in training that of "
+                "some micro-batches, or none.",
                 hint="Do so in a hook, such as on_before_optimizer_step. Lightning zeroes gradients by itself; "
                 "torch.autograd.grad gives derivatives within the step.",
             )
