@@ -9,7 +9,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
@@ -21,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_pipe.config import RunLayout
+from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.errors import CommunicationError, ConfigurationError, PipeError
 from lightning_pipe.trainer.connect import connect, listen_on_loopback
 from lightning_pipe.trainer.launcher import ScriptLauncher
@@ -264,10 +264,11 @@ class World:
         """All processes."""
         return self.transport.topology.everyone
 
-    @cached_property
+    @property
     def replica_members(self) -> tuple[int, ...]:
-        """The processes with the same rank in all pipelines."""
-        return tuple(sorted(self.transport.topology.replica_processes(self.transport.rank)))
+        """The processes with the same rank in all pipelines; in a trial run, which others may not make, this one."""
+        processes = self.transport.topology.replica_processes(self.transport.rank)
+        return (self.transport.process,) if is_alone() else tuple(sorted(processes))
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -275,10 +276,13 @@ class World:
             self.transport.barrier()
 
     def broadcast(self, obj: T, source: int) -> T:
-        """The object of one process, on all."""
-        if self.local:
+        """The object of one process, on all; in a step that of its replica."""
+        members = self.replica_members if self.local else self.everyone
+        if len(members) == 1:
             return obj
-        shared: T = self.transport.broadcast_object(obj, source, self.everyone)
+        if self.local:
+            source = members[self.transport.topology.locate(source)[0]]
+        shared: T = self.transport.broadcast_object(obj, source, members)
         return shared
 
     def agree(self, decision: bool, *, unanimous: bool) -> bool:

@@ -67,6 +67,11 @@ class Replicated(OwnSGD):
         self.log("rows", float(len(x)), reduce_fx="sum", sync_dist=True, on_step=False, on_epoch=True)
         self.log("accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         self.log("gathered", self.all_gather(loss.detach()).mean(), on_step=True, on_epoch=False)
+        strategy: Any = self.trainer.strategy
+        self.log("computed", self.train_accuracy.compute(), on_step=True, on_epoch=False)
+        self.log("told", float(strategy.broadcast(strategy.data_parallel_rank, 3)), on_step=True, on_epoch=False)
+        any_of_them = strategy.reduce_boolean_decision(strategy.data_parallel_rank == 1, all=False)
+        self.log("agreed", float(any_of_them), on_step=True, on_epoch=False)
         return loss
 
 
@@ -167,5 +172,6 @@ def test_logged_values_are_reduced_over_replicas(four: list[dict[str, Any]]) -> 
         metrics = found["metrics"]
         assert metrics["rows"] == 28
         assert metrics["gathered"] == pytest.approx(metrics["mean_step"])
-        for name in ("mean", "rows", "accuracy", "val_accuracy"):
+        assert (metrics["told"], metrics["agreed"]) == (1, 1)
+        for name in ("mean", "rows", "accuracy", "computed", "val_accuracy"):
             assert metrics[name] == pytest.approx(four[0]["metrics"][name])

@@ -112,7 +112,7 @@ class Metrics:
     def _sync(self, metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kw: Any) -> None:
         """Over the replicas alone. The ranks of a pipeline have counted the same in callbacks and lists."""
         group = process_group or metric.process_group or self._world.replicas
-        if self._world.replicas is not None:
+        if len(self._world.replica_members) > 1:
             _sync(metric, dist_sync_fn, group, *args, **kw)
 
     def _set_attribute(self, metric: Metric, name: str, value: Any) -> None:
