@@ -139,7 +139,7 @@ class AbsentTensor(Tensor):
             f"a tensor {tuple(self.shape)} {self.dtype} cannot be pickled or saved",
             hint="Use trainer.save_checkpoint(), on all ranks; what is added to a checkpoint is gathered where it is a "
             "dictionary with the names of parameters. After fit, trainer.strategy.whole_module() gives every rank the "
-            "whole module, as pipeline.state_dict() does in a loop of your own.",
+            "whole module, as pipeline.state_dict() does in a loop of your own. Let a step return a value's .clone().",
         )
 
     @classmethod

@@ -134,10 +134,9 @@ class StageRun:
             with self.tracker, stored_in(self.skips):
                 result = step()
                 self.returning(result)
+            self.returned(result)
         except EndOfStage:
             pass
-        else:
-            self.returned(result)
         finally:
             self.skipped_layers.restore()
         self.check_copies()

@@ -182,11 +182,13 @@ class Transport(ABC):
             return Several()
         # what goes through shared memory has been copied when the send returns
         messages = encode(obj, by_reference=kept or all(process in self._local for process in processes))
-        return Several(*(self._send_bytes(message, process, tag) for process in processes for message in messages))
+        start = partial(self._start_send, lane=f"the object lane with tag {tag}", tag=FIRST_OBJECT_TAG + tag)
+        return Several(*(start(message, process) for process in processes for message in messages))
 
     def receive_object_from(self, process: int, tag: int) -> Any:
         """The next object that a process of the world sends with this tag."""
-        return decode(lambda message: self._receive_bytes(message, process, tag).wait(), self.device)
+        lane, number = f"the object lane with tag {tag}", FIRST_OBJECT_TAG + tag
+        return decode(lambda message: self._start_receive(message, process, lane, number).wait(), self.device)
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Prepare groups of processes for collectives.
@@ -292,14 +294,6 @@ class Transport(ABC):
         total = torch.tensor(amounts, dtype=torch.float64, device="cpu")
         self.all_reduce(total, tuple(sorted(self.topology.replica_processes(self.rank)))).wait()
         return total.tolist()
-
-    def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:
-        """Start to send flat bytes in host memory, beside the lanes; those with one tag keep their order."""
-        return self._start_send(data, process, f"the object lane with tag {tag}", FIRST_OBJECT_TAG + tag)
-
-    def _receive_bytes(self, data: Tensor, process: int, tag: int) -> Work:
-        """Start to receive what `_send_bytes` sends."""
-        return self._start_receive(data, process, f"the object lane with tag {tag}", FIRST_OBJECT_TAG + tag)
 
     def _start_send(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
         size = data.numel()

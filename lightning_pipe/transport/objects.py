@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipe.errors import ConfigurationError
+
 FIRST = 4096
 """The smallest text, and as much as comes first of a larger one: most objects need no more."""
 LARGE = 1 << 16
@@ -52,12 +54,16 @@ def encode(obj: object, *, by_reference: bool = False) -> list[Tensor]:
         return False
 
     file.seek(_COUNTS.size)
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=stays).dump(obj)
+    try:
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=stays).dump(obj)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"Something that ranks share, such as a batch or what a step returns, does not pickle: {error}.",
+            hint="Let it hold tensors, numbers, strings, containers, and objects of classes that modules name.",
+        ) from error
     size = file.tell() - _COUNTS.size
-    file.write(struct.pack(f"={len(large)}q", *(each.numel() for each in large)))
-    file.write(bytes(max(0, FIRST - file.tell())))
-    file.seek(0)
-    file.write(_COUNTS.pack(size, len(large)))
+    file.write(struct.pack(f"={len(large)}q", *(each.numel() for each in large)).ljust(FIRST - file.tell(), b"\0"))
+    _COUNTS.pack_into(file.getbuffer(), 0, size, len(large))
     text = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     texts = [part for part in (text[:FIRST], text[FIRST:]) if part.numel()]
     return texts + (large if by_reference else [each.clone() for each in large])

@@ -212,6 +212,22 @@ class Exhausts(Evaluated):
         return super().validation_step((batch[0] * scale, batch[1]), batch_idx)
 
 
+class Generates(Hooked):
+    """Returns what no other process can be given, to a hook that asks for it."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        loss = super().validation_step(batch, batch_idx)
+        return (each for each in (loss,))
+
+
+class ReturnsWeights(Hooked):
+    """Returns what another stage has."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        super().validation_step(batch, batch_idx)
+        return self.model[0][0].weight
+
+
 class Steps(DummyLogger):
     """Keeps what is logged for each batch."""
 

@@ -130,12 +130,12 @@ class ThreadTransport(Transport):
         self.waiting = None
 
     @override
-    def _send_bytes(self, data: Tensor, process: int, tag: int) -> Work:
-        return self._post("send", data, (self.process, process, tag), process, f"the object lane with tag {tag}")
+    def _start_send(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
+        return self._post("send", data, (self.process, process, tag), process, lane)
 
     @override
-    def _receive_bytes(self, data: Tensor, process: int, tag: int) -> Work:
-        return self._post("receive", data, (process, self.process, tag), process, f"the object lane with tag {tag}")
+    def _start_receive(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
+        return self._post("receive", data, (process, self.process, tag), process, lane)
 
     def _post(self, verb: Any, data: Tensor, key: Hashable, process: int, lane: Lane | str) -> _ThreadWork:
         assert data.dtype is torch.uint8, data.dtype

@@ -23,10 +23,12 @@ from tests.support.evaluated_modules import (
     Counts,
     Evaluated,
     Exhausts,
+    Generates,
     Hooked,
     Keeps,
     Large,
     Moved,
+    ReturnsWeights,
     Rows,
     Samples,
     Scales,
@@ -282,6 +284,8 @@ FAILURES: dict[str, tuple[Callable[[], Evaluated], Callable[[], DataLoader], str
     "metric": (AsksMetric, loader, "computes the metric `self.accuracy` before it calls the layers of later stages"),
     "exhausted": (Exhausts, loader, "validation_step raises StopIteration"),
     "step": (Breaks, loader, "the first stage fails in batch 3"),
+    "generator": (Generates, loader, "what a step returns, does not pickle: cannot pickle 'generator' object"),
+    "weights": (ReturnsWeights, loader, "does not hold 'model.0.0.weight'"),
     "data": (Evaluated, lambda: loader(fails_at=4 * SIZE + 1), "this row cannot be read"),
     "unnamed": (Evaluated, lambda: loader(fails_at=1), "this row cannot be read"),  # before there are layers
 }
