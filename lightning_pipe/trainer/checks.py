@@ -145,11 +145,12 @@ def check_copies(trainer: Any, module: pl.LightningModule) -> None:
             )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], module: pl.LightningModule, ranks: int) -> None:
     """Refuse optimizers that are known to do something else on every rank; of others their first step tells.
 
     Args:
         optimizers: what ``configure_optimizers`` returned.
+        module: has all parameters whose gradients are summed.
         ranks: ranks in the pipeline.
 
     Raises:
@@ -163,8 +164,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
                 hint="Use an optimizer that treats every parameter by itself, such as AdamW or SGD.",
             )
         for group in optimizer.param_groups:
-            limit = next((name for name in _OWN_CLIPPING if group.get(name)), None)
-            if limit is not None and ranks > 1:
+            if not {*map(id, module.parameters())}.issuperset(map(id, group["params"])):
+                raise ConfigurationError(
+                    f"{kind} is to train a parameter that {type(module).__name__}.parameters() does not give.",
+                    hint="Make it, or the module that has it, an attribute, or an item of a ModuleList, not of a list.",
+                )
+            for limit in filter(group.get, _OWN_CLIPPING if ranks > 1 else ()):
                 raise ConfigurationError(
                     f"{kind}({limit}={group[limit]}) clips by the norm of the gradients that it sees, which on a "
                     "pipeline are those of one rank.",

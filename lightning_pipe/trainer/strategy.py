@@ -330,7 +330,7 @@ class PipeStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)  # one: Lightning refuses several, which step in the user's training_step
-        checks.check_optimizers(self.optimizers, self.pipeline_parallel_size)
+        checks.check_optimizers(self.optimizers, trainer.lightning_module, self.pipeline_parallel_size)
         self.sharding.prepare(self.optimizers)
 
     @override

@@ -49,6 +49,14 @@ class Lbfgs(Lit):
         return torch.optim.LBFGS(self.parameters())
 
 
+class OwnScale(Lit):
+    """Trains what a list hides from the module."""
+
+    def configure_optimizers(self) -> Any:
+        self.scales = [torch.nn.Parameter(torch.ones(1))]
+        return torch.optim.SGD([*self.parameters(), *self.scales])
+
+
 def fit(module: L.LightningModule, devices: int = 1, **strategy: Any) -> None:
     """Train for one epoch, without a look at losses."""
     quiet()
@@ -83,6 +91,7 @@ def refused(feature: str) -> Any:
             EvaluatesItself, "validation_step\\(batch, batch_idx\\)", marks=refused("validation_step(dataloader_iter)")
         ),
         pytest.param(Lbfgs, "treats every parameter by itself", marks=refused("LBFGS")),
+        (OwnScale, r"a parameter that OwnScale\.parameters\(\) does not give"),
     ],
 )
 def test_modules_that_a_pipeline_cannot_train(module: type[Lit], message: str) -> None:
@@ -122,10 +131,10 @@ def test_options_that_do_not_fit(options: dict[str, Any], kind: type[Exception],
     "Optimizers and schedulers", "optimizers that clip by themselves", "refused", "names gradient_clip_val"
 )
 def test_optimizers_that_clip_by_themselves() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(1))]
-    clipping = torch.optim.SGD([{"params": parameters, "max_grad_norm": 1.0}], lr=0.1)
+    module = Lit()
+    clipping = torch.optim.SGD([{"params": [*module.parameters()], "max_grad_norm": 1.0}], lr=0.1)
     with pytest.raises(ConfigurationError, match=r"gradient_clip_val=1\.0"):
-        check_optimizers([clipping], ranks=2)
+        check_optimizers([clipping], module, ranks=2)
 
 
 def test_a_timeout_without_a_unit() -> None:
