@@ -253,8 +253,8 @@ class LayerCalls:
             CutError: a module sets it in another one, the step adds or exchanges a part; or see `LayerState.setting`.
         """
         state, inside = self.cache.state, self.tracker.surroundings.inside
-        other = isinstance(value, nn.Module | nn.Parameter) and not (inside or getattr(part, name, None) is value)
-        if other and (part in state.root_of or (part in state.around.values() and _is_new(value, state))):
+        exchanged = isinstance(value, nn.Module) and part in state.root_of and part._modules.get(name) is not value
+        if not inside and (exchanged or (part in state.around.values() and _is_new(part, name, value, state))):
             what = f"the step adds or exchanges `{state.written(part, name)}`, a part of a layer or new parameters."
             raise CutError(what, hint=f"Build it in __init__ or setup. {IN_A_HOOK}")
         if not state.counts(part, name, value):
@@ -352,11 +352,11 @@ class LayerCalls:
         return stashed, popped
 
 
-def _is_new(value: nn.Module | nn.Parameter, state: LayerState) -> bool:
-    """Whether a parameter, or a module with some, is no part of the user's module."""
-    if isinstance(value, nn.Parameter):
-        return True
-    return value not in state.modules.values() and any(True for _ in value.parameters())
+def _is_new(part: nn.Module, name: str, value: Any, state: LayerState) -> bool:
+    """Whether an attribute that is not there becomes a parameter, or a module with some."""
+    if not isinstance(value, nn.Module | nn.Parameter) or hasattr(part, name) or value in state.modules.values():
+        return False
+    return isinstance(value, nn.Parameter) or any(True for _ in value.parameters())
 
 
 def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:

@@ -165,10 +165,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: pl.LightningModule
             )
         for group in optimizer.param_groups:
             if not {*map(id, module.parameters())}.issuperset(map(id, group["params"])):
-                raise ConfigurationError(
-                    f"{kind} is to train a parameter that {type(module).__name__}.parameters() does not give.",
-                    hint="Make it, or the module that has it, an attribute, or an item of a ModuleList, not of a list.",
-                )
+                what = f"{kind} is to train a parameter that {type(module).__name__}.parameters() does not give."
+                raise ConfigurationError(what, hint="Keep it, or its module, in an attribute or a ModuleList.")
             for limit in filter(group.get, _OWN_CLIPPING if ranks > 1 else ()):
                 raise ConfigurationError(
                     f"{kind}({limit}={group[limit]}) clips by the norm of the gradients that it sees, which on a "

@@ -27,8 +27,6 @@ _NO_GRADIENTS = (
     "Optimizers of torch leave such parameters out: `if weight.grad is None: continue`."
 )
 
-_ZEROING = ("on_before_zero_grad", "optimizer_zero_grad")
-
 
 def not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters that ``BaseFinetuning`` adds to an optimizer.
@@ -65,7 +63,8 @@ class Gradients:
         """Show hooks the gradients of all ranks, and refuse optimizers that join those of several parameters."""
         several = len(self._pipeline.pipeline_members) > 1
         callbacks: Any = self._module.trainer.callbacks
-        self._seen_old = any(is_overridden(hook, self._module) for hook in _ZEROING) or any(
+        zeroing = "on_before_zero_grad", "optimizer_zero_grad"
+        self._seen_old = any(is_overridden(hook, self._module) for hook in zeroing) or any(
             is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in callbacks
         )
         others = staticmethod(not_in_optimizer)

@@ -280,8 +280,7 @@ class World:
         members = self.replica_members if self.local else self.everyone
         if len(members) == 1:
             return obj
-        if self.local:
-            source = members[self.transport.topology.locate(source)[0]]
+        source = members[self.transport.topology.locate(source)[0]] if self.local else source
         shared: T = self.transport.broadcast_object(obj, source, members)
         return shared
 

@@ -41,8 +41,7 @@ class Loaders:
                 "`trainer.strategy.data_parallel_rank` and `trainer.strategy.data_parallel_size`: the ranks of "
                 "torch.distributed count processes, of which a pipeline has several."
             )
-        alone = layout.pipeline_parallel_size * layout.tensor_parallel_size == 1
-        if alone and layout.data_parallel_size == 1:
+        if layout.world_size == 1:
             return loader
         source = transport.peers[self._pipeline.loss_ranks[0]]
         share = partial(self.channel.share, source=source, purpose=BATCHES)
@@ -51,7 +50,7 @@ class Loaders:
         if layout.data_parallel_size > 1 and not self._trainer.predicting:
             lengths = {*transport.all_gather_object(sized_len(shared), self._world.replica_members)}
             shared.compare = self._compare_replicas if None in lengths or len(lengths) > 1 else None
-        return loader if alone and shared.compare is None else shared
+        return loader if layout.world_size == layout.data_parallel_size and shared.compare is None else shared
 
     def full_batch(self) -> int:
         """Samples of a full training batch; 0 if the loader does not know them."""
