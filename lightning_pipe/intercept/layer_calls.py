@@ -354,9 +354,10 @@ class LayerCalls:
 
 def _is_new(part: nn.Module, name: str, value: Any, state: LayerState) -> bool:
     """Whether an attribute that is not there becomes a parameter, or a module with some."""
-    if not isinstance(value, nn.Module | nn.Parameter) or hasattr(part, name) or value in state.modules.values():
+    if not isinstance(value, nn.Module | nn.Parameter) or hasattr(part, name):
         return False
-    return isinstance(value, nn.Parameter) or any(True for _ in value.parameters())
+    of_module = isinstance(value, nn.Module) and value not in state.modules.values()
+    return isinstance(value, nn.Parameter) or (of_module and any(True for _ in value.parameters()))
 
 
 def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:

@@ -14,7 +14,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.tensor_state import same_values, version_of
 from lightning_pipe.local_parts import local
-from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
+from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
 
 
@@ -23,8 +23,8 @@ class BufferSync:
 
     Each process sees samples of its own. After every batch all have the values of the first process, as with the
     ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batches, and later ones, show which change.
-    Deferred batch norm is left out: it makes the same of the samples of all. What the step decides, such as buffers of
-    the LightningModule, other ranks of a pipeline get from the one with the last stage.
+    Batch norm is left out: it has an option of its own. What the step decides, such as buffers of the LightningModule,
+    other ranks of a pipeline get from the one with the last stage.
 
     A tensor, also one that the step changes outside the layers, changes once for every micro-batch, and on one device
     once for the batch: a warning says so. Parameters that change (averages of codes, rows of tables with ``max_norm``)
@@ -77,9 +77,8 @@ class BufferSync:
         if held := min(apart, default=None):
             raise CutError(
                 f"a forward pass changes `self.{held}`, which several processes hold, and each by samples of its own.",
-                hint="Change it in a hook, such as on_train_batch_end (weight.data.renorm_(2, 0, limit) for max_norm); "
-                "use deferred_batch_norm=True, for batch norm; or use one pipeline with a schedule of one pipe, such "
-                "as '1f1b', in which one rank runs the module.",
+                hint="Change it in a hook, such as on_train_batch_end (weight.data.renorm_(2, 0, limit) for max_norm), "
+                "or use one pipeline with a schedule of one pipe, such as '1f1b', in which one rank runs the module.",
             )
         new = [name for name in found if name not in self._known]
         self._known.update(new)
@@ -142,10 +141,10 @@ class EvaluatedCopies:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of layers and other modules that this process has; deferred batch norm has statistics of all."""
+    """The buffers of layers and other modules that this process has; batch norm has an option of its own."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
-            if not isinstance(part, DeferredBatchNorm) and not isinstance(buffer, AbsentTensor):
+            if not isinstance(part, BatchNorm) and not isinstance(buffer, AbsentTensor):
                 yield name, buffer
 
 

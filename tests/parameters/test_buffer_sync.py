@@ -187,21 +187,6 @@ def test_buffers_that_change_in_copies_of_several_pipes_are_an_error() -> None:
         train("chimera", replicas=1)
 
 
-class Normed(Plain):
-    """Keeps the statistics of micro-batches: the pipeline is not told to defer them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))  # type: ignore[assignment]
-
-
-def test_statistics_of_micro_batches_are_buffers_as_others() -> None:
-    with pytest.warns(UserWarning, match="changed by forward passes"):
-        assert_equal_copies(train("1f1b", replicas=2, layer=Normed), copies=2)
-    with pytest.raises(CutError, match=r"changes `self.* several processes hold[\s\S]* deferred_batch_norm=True"):
-        train("chimera", replicas=1, layer=Normed)
-
-
 def test_changes_of_data_are_seen() -> None:
     with pytest.warns(UserWarning, match=r"'layers\.0\.rows' \(4 such tensors\) is changed"):
         assert_equal_copies(train("1f1b", replicas=2, layer=Unseen), copies=2)
