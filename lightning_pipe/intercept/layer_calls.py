@@ -250,13 +250,11 @@ class LayerCalls:
         A module that has set nothing in thorough runs is not searched in others: it is now, while all is as it was.
 
         Raises:
-            CutError: a module sets it in another one, the step adds or exchanges a part; or see `LayerState.setting`.
+            CutError: a module sets it in another one, or the step exchanges a part; or see `LayerState.setting`.
         """
         state, inside = self.cache.state, self.tracker.surroundings.inside
-        exchanged = isinstance(value, nn.Module) and part in state.root_of and part._modules.get(name) is not value
-        if not inside and (exchanged or (part in state.around.values() and _is_new(part, name, value, state))):
-            what = f"the step adds or exchanges `{state.written(part, name)}`, a part of a layer or new parameters."
-            raise CutError(what, hint=f"Build it in __init__ or setup. {IN_A_HOOK}")
+        if isinstance(value, nn.Module) and part in state.root_of and not (inside or part._modules.get(name) is value):
+            raise CutError(f"the step exchanges `{state.written(part, name)}`, a part of a layer.", hint=IN_A_HOOK)
         if not state.counts(part, name, value):
             return
         if not inside:
@@ -350,14 +348,6 @@ class LayerCalls:
                 self._skips[key] = stashed[key] = alias
                 self.routed[self.tracker.numbers.give(alias)] = self._stage.routes[key]
         return stashed, popped
-
-
-def _is_new(part: nn.Module, name: str, value: Any, state: LayerState) -> bool:
-    """Whether an attribute that is not there becomes a parameter, or a module with some."""
-    if not isinstance(value, nn.Module | nn.Parameter) or hasattr(part, name):
-        return False
-    of_module = isinstance(value, nn.Module) and value not in state.modules.values()
-    return isinstance(value, nn.Parameter) or (of_module and any(True for _ in value.parameters()))
 
 
 def _is_for_now(place: Place, part: nn.Module, watch: Watch) -> bool:

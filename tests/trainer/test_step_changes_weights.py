@@ -82,17 +82,6 @@ class Scales(Step):
         return loss if last.grad is None else loss / (1 + last.grad.norm())
 
 
-class Grows(Step):
-    """Makes a part of itself when it is needed first."""
-
-    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        h = self.net(x[:, 0])
-        self.same = self.net  # which it has already
-        if not hasattr(self, "scale"):
-            self.scale = nn.Linear(4, 4).double()
-        return self.scale(h).square().mean()
-
-
 class Truncated(Step):
     """Begins each batch with the hidden state of the one before it."""
 
@@ -143,7 +132,6 @@ TOLD: dict[type[Step], tuple[str, dict[str, Any]]] = {
     Added: (r"goes from one micro-batch to the next \(self.hidden\) needs micro_batches=1", STAGES),
     Zeroes: (r"reads or sets the gradient of 'net\.\S+'.* on_before_optimizer_step", {}),
     Scales: (r"reads or sets the gradient of 'net\.\S+'.* on_before_optimizer_step", {}),
-    Grows: (r"adds or exchanges `self\.scale`, .* Build it in __init__", {}),
     Freezes: (r"freezes weights and trains them again .* needs one device", {}),
 }
 
