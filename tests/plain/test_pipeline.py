@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipe import Pipeline, PipeStrategy
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError
+from lightning_pipe.plain.sharing import fingerprint
 from lightning_pipe.schedules import Chimera
 from tests.support.processes import in_turn, outcomes, run_world
 
@@ -354,6 +355,10 @@ def different(process: int) -> Any:
         except ConfigurationError as error:
             told = str(error)
     return told
+
+
+def test_one_number_may_have_any_stride() -> None:
+    assert fingerprint([torch.arange(2)[::2]]) == fingerprint([torch.zeros(1, dtype=torch.long)])
 
 
 def test_different_batches_in_a_pipeline_are_an_error_and_end_it() -> None:
