@@ -172,7 +172,7 @@ class Pipeline(PartitionedModule):
         # Holders, which are known by now, are the processes that have a tensor in common.
         self._buffer_sync.agree(len(micro_batches))
         # Of later batches most are under way: `GradientSync.stage_done` starts each when its stage is done.
-        (self.reductions.finish if reduce else self.reductions.await_further)()
+        self.reductions.finish() if reduce else self.reductions.await_further()
         self.commit_statistics()
         self._buffer_sync.equalise()
         if not first:  # that batch also agrees on what travels and who holds what

@@ -156,6 +156,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: pl.LightningModule
     Raises:
         ConfigurationError: names the optimizer and what to do.
     """
+    known = {*map(id, module.parameters())}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -164,7 +165,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: pl.LightningModule
                 hint="Use an optimizer that treats every parameter by itself, such as AdamW or SGD.",
             )
         for group in optimizer.param_groups:
-            if not {*map(id, module.parameters())}.issuperset(map(id, group["params"])):
+            if not known.issuperset(map(id, group["params"])):
                 what = f"{kind} is to train a parameter that {type(module).__name__}.parameters() does not give."
                 raise ConfigurationError(what, hint="Keep it, or its module, in an attribute or a ModuleList.")
             for limit in filter(group.get, _OWN_CLIPPING if ranks > 1 else ()):
