@@ -152,7 +152,7 @@ class AsynchronousPipeline:
         if update:
             self.versions.collect(update)
             pipeline.reductions.finish()
-            self.versions.step(call.oldest)
+        self.versions.keep(call.oldest, steps=bool(update))
         self._in_flight.pop(done, None)
         if known:  # earlier calls also agree on what travels and who holds what
             pipeline.elapsed += time.perf_counter() - start

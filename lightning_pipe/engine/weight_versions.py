@@ -38,7 +38,7 @@ class WeightVersions:
 
     def __init__(self, module: nn.Module, ownership: Ownership) -> None:
         self._module, self._ownership = module, ownership
-        self.newest = 0
+        self.newest, self._used = 0, -1
         self._trained: list[nn.Parameter] = []
         self.stash: dict[int, Memory] = {}
         self._gradients: dict[int, dict[nn.Parameter, Tensor]] = {}  # by batch
@@ -65,7 +65,7 @@ class WeightVersions:
     @contextmanager
     def using(self, batch: int, version: int) -> Iterator[None]:
         """Let the parameters have the values of a version and the gradients of a batch."""
-        gradients = self._gradients.setdefault(batch, {})
+        gradients, self._used = self._gradients.setdefault(batch, {}), max(version, self._used)
         former = [(parameter, parameter.grad) for parameter in self._trained]
         memory: Memory = {}
         for steps in sorted(self.stash, reverse=True):
@@ -92,25 +92,26 @@ class WeightVersions:
                 parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
     @torch.no_grad()
-    def step(self, oldest: int) -> None:
-        """An optimizer step is about to change the parameters.
+    def keep(self, oldest: int, *, steps: bool) -> None:
+        """The optimizer, or without its step a hook, may change the parameters, in which batches under way compute.
 
         Args:
             oldest: the oldest version that is needed afterwards.
+            steps: whether the optimizer steps; what hooks change without a step belongs to the next version, too.
         """
-        if oldest <= self.newest:
-            self.stash[self.newest] = _memory_of(self._trained)
-            for parameter in self._trained:
+        if oldest <= self.newest and (steps or self._used == self.newest):
+            kept = self.stash.setdefault(self.newest, {})
+            for parameter in (each for each in self._trained if each not in kept):
+                kept |= _memory_of([parameter])
                 parameter.data = parameter.data.clone()
-        self.newest += 1
-        for steps in [steps for steps in self.stash if steps < oldest]:
-            del self.stash[steps]
+        self.newest += steps
+        self.stash = {version: memory for version, memory in self.stash.items() if version >= oldest}
 
     def restart(self) -> None:
         """The pipeline is empty: only the newest version is left, and counted as the first."""
         self.stash.clear()
         self._gradients.clear()
-        self.newest = 0
+        self.newest, self._used = 0, -1
 
 
 def _memory_of(parameters: Iterable[nn.Parameter]) -> Memory:

@@ -139,10 +139,10 @@ def test_versions_and_activations_held_are_those_of_the_schedule(
 ) -> None:
     held: dict[int, tuple[int, int]] = {}
     most: dict[WeightVersions, int] = {}
-    step = WeightVersions.step
+    keep = WeightVersions.keep
 
-    def counted(of_rank: WeightVersions, oldest: int) -> None:
-        step(of_rank, oldest)
+    def counted(of_rank: WeightVersions, oldest: int, *, steps: bool) -> None:
+        keep(of_rank, oldest, steps=steps)
         most[of_rank] = max(most.get(of_rank, 1), len(of_rank.stash) + 1)
 
     def count(pipeline: Pipeline) -> None:
@@ -150,7 +150,7 @@ def test_versions_and_activations_held_are_those_of_the_schedule(
         assert not pipeline.executor.saved
         held[pipeline.transport.rank] = most[pipeline.asynchronous.versions], pipeline.executor.peak_held
 
-    monkeypatch.setattr(WeightVersions, "step", counted)
+    monkeypatch.setattr(WeightVersions, "keep", counted)
 
     size = 4 if isinstance(family, PipeDream2BW) else 1
     pipelined(Net(), batches(6), 4, family, micro_batches=size, finish=count)
