@@ -136,7 +136,8 @@ class Digest:
                 "one of the two has called other torch functions on the batch or drawn other random numbers.",
                 hint="What the step changes must not decide what layers compute in the same batch: change it in a "
                 "hook, such as on_train_batch_start or on_train_batch_end; or use micro_batches=1, and no "
-                "evaluation_micro_batches.",
+                "evaluation_micro_batches. With 'pipedream' and 'pipedream_2bw', which have several batches in flight, "
+                "nor must what hooks change: compute it in the step, from batch_idx or trainer.global_step.",
             )
 
     def told(self, calls: int) -> tuple[int, ...]:

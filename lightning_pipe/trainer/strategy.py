@@ -428,11 +428,8 @@ class PipeStrategy(ParallelStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        plain, streaming = super().optimizer_step, self.run.streaming
         with self.run.gradients.explained(optimizer):
-            if streaming is None:
-                return plain(optimizer, closure, model, **kwargs)
-            return streaming.optimizer_step(optimizer, closure, lambda own: plain(optimizer, own, model, **kwargs))
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -184,7 +184,7 @@ class StepOfBatch:
         self._training = name == "training_step"
         self._logged: Logged = {}
         self._settings: list[dict[str, Any]] = []
-        optimizers = trainer.optimizers if self._training and user_step.pipeline.synchronous else ()
+        optimizers = trainer.optimizers if self._training else ()
         self._groups = [group for each in optimizers for group in each.param_groups]
         self._traces = TracesOfBatch(len(micro_batches.parts), may_repeat=may_repeat)
 
@@ -206,6 +206,8 @@ class StepOfBatch:
         before = None if self._training or again or len(self.micro_batches.parts) > 1 else self.before
         undoing = common.traces.undoing(self._traces, before, common.metrics.remembered)
         with common.log.recording(self._logged, index), undoing, self._context():
+            if not common.pipeline.synchronous:  # between its runs, hooks set those of other batches
+                self._note_settings(anew=True)
             result = self._run(micro_batch)
             self._note_settings()
             # within these contexts: a run that still waits for what other ranks send must not count as complete
@@ -222,12 +224,12 @@ class StepOfBatch:
                 hint="Give next() a default, or let the items come with the batch (CombinedLoader).",
             ) from error
 
-    def _note_settings(self) -> None:
+    def _note_settings(self, *, anew: bool = False) -> None:
         """Note what a training step has set in groups of optimizers; each of its runs must leave the same."""
         settings = [{key: v for key, v in group.items() if isinstance(v, _SETTINGS)} for group in self._groups]
-        if self._settings not in ([], settings):
+        if not anew and self._settings not in ([], settings):
             raise RepeatedRunError(
-                "each run of the step changes a setting of an optimizer, such as its learning rate, once more.",
+                "each run of the step changes a setting of an optimizer, such as its learning rate, for later runs.",
                 hint="Change it in on_train_batch_end, or let Lightning step the scheduler (interval='step').",
             )
         self._settings = settings

@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 
 from lightning_pipe.intercept.kept_state import alike
 
-Settings = list[dict[str, Any]]
-"""For each parameter group everything but its parameters."""
+Settings = dict[tuple[int, str], Any]
+"""By the numbers of parameter groups, and by keys, everything but parameters."""
 
 
 class Hyperparameters:
     """Remembers the hyperparameters that schedulers and hooks have set for every batch.
 
-    An entry of a parameter group that changes between steps is a hyperparameter. An entry that changes in a step, such
-    as a counter that the optimizer keeps there, is left alone.
+    What changes between steps was set for the batch that comes next. What changes around a step, by the user's hooks or
+    by an optimizer that counts there, is what the next step finds.
 
     Example:
         >>> import torch
@@ -37,48 +37,51 @@ class Hyperparameters:
 
     def __init__(self) -> None:
         self._noted: dict[int, Settings] = {}
-        self._last: Settings | None = None
-        self._changing: set[tuple[int, str]] = set()
+        self._last: Settings = {}
+        self._set: Settings = {}
+        self._of_steps: Settings = {}
 
     def note(self, batch: int, optimizer: Optimizer) -> None:
-        """Note what is set now: on one device the step of this batch would be due."""
-        self._noted[batch] = self._look(optimizer)
+        """Note what has been set by now: on one device the step of this batch would be due."""
+        self._look(optimizer)
+        self._noted[batch], self._set = self._set, {}
 
-    def _look(self, optimizer: Optimizer) -> Settings:
-        """The settings now; also notes which entries have been changed since the last step or look."""
+    def _look(self, optimizer: Optimizer) -> None:
+        """See what has been set since the last step or look, for the batch that comes next."""
         now = _settings(optimizer)
-        for number, (group, before) in enumerate(zip(now, self._last or now, strict=False)):
-            self._changing |= {(number, key) for key in group if not alike(group[key], before.get(key))}
+        self._set |= {place: now[place] for place in _changed(now, self._last)}
         self._last = now
-        return now
 
     @contextmanager
-    def of(self, batch: int | None, optimizer: Optimizer) -> Iterator[None]:
-        """Around the step of a batch: its own hyperparameters; those of earlier batches are forgotten.
-
-        Args:
-            batch: the batch; ``None``: no step is due, but hooks around it may set something.
-            optimizer: the optimizer.
-        """
+    def of(self, batch: int, optimizer: Optimizer) -> Iterator[None]:
+        """Around the step of a batch: its own hyperparameters."""
         self._look(optimizer)
-        own: Settings = [] if batch is None else self._noted[batch]
-        if batch is not None:
-            self._noted = {number: each for number, each in self._noted.items() if number > batch}
-        groups = optimizer.param_groups
-        places = [(groups[i], own[i][key], key) for i, key in self._changing if i < len(own) and key in own[i]]
-        current = [group[key] for group, _, key in places]
-        for group, value, key in places:
-            group[key] = value
+        groups, own = optimizer.param_groups, self._of_steps
+        for number in [each for each in self._noted if each <= batch]:
+            own |= self._noted.pop(number)
+        former = {(i, key): groups[i][key] for i, key in _changed(own, self._last) & self._last.keys()}
+        for i, key in former:
+            groups[i][key] = own[i, key]
+        before = _settings(optimizer)
         try:
             yield
         finally:
-            for (group, _, key), value in zip(places, current, strict=True):
-                group[key] = value
+            after = _settings(optimizer)
+            changed = _changed(after, before)
+            own |= {place: after[place] for place in changed}
+            for i, key in former.keys() - changed:
+                groups[i][key] = former[i, key]
             self._last = _settings(optimizer)
 
 
+def _changed(now: Settings, before: Settings) -> set[tuple[int, str]]:
+    return {place for place in now if place not in before or not alike(now[place], before[place])}
+
+
 def _settings(optimizer: Optimizer) -> Settings:
-    return [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-        for group in optimizer.param_groups
-    ]
+    return {
+        (number, key): value.clone() if isinstance(value, Tensor) else value
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
-from torch.optim import Optimizer
 
 from lightning_pipe.batches.outputs import of_batch
 from lightning_pipe.engine.asynchronous import CallResult
@@ -55,12 +54,14 @@ class Streaming:
         self._step, self._gradients = step, gradients
         self._hyperparameters = Hyperparameters()
         self._in_flight: dict[int, StepOfBatch] = {}
+        self._numbers: dict[int, int] = {}  # in their epochs, of batches whose steps are to come
         self._batches = 0
         self._call = CallResult()
         self._draining = False
         self._changed = ExitStack()
         self._trainer: Any = self._module.trainer
         self._epoch: Any = self._trainer.fit_loop.epoch_loop
+        self._steps = self._epoch.automatic_optimization.optim_progress.optimizer.step
         channel = step.channel
         self._changed.callback(setattr, channel, "ahead", channel.ahead)
         channel.ahead = 2 * (self._asynchronous.stream.lag + 2)  # a call may report two batches
@@ -98,12 +99,9 @@ class Streaming:
             self.drain()
         return method(*args, **kwargs)
 
-    def _end_batch(self, method: Callable[[Any], Any], data_fetcher: Any) -> None:
+    def _end_batch(self, method: Callable[[Any], Any], data_fetcher: Any) -> Any:
         """In the place of ``on_advance_end``: drain if the training loop is left after the current batch."""
-        if self._is_left(data_fetcher):
-            self._drain_first(method, data_fetcher)
-        else:
-            method(data_fetcher)
+        return self._drain_first(method, data_fetcher) if self._is_left(data_fetcher) else method(data_fetcher)
 
     # ------------------------------------------------------------------ calls
 
@@ -114,10 +112,19 @@ class Streaming:
             step: the step of the batch.
             weights: the factor of each micro-batch's loss.
         """
+        run = partial(self._run, step, self._trainer.global_step + len(self._in_flight))
         self._in_flight[self._batches] = step
         self._batches += 1
         parts, seed = step.micro_batches.parts, step.seed
-        return self._go_on(lambda: self._asynchronous.advance(step, parts, weights, seed=seed))
+        return self._go_on(lambda: self._asynchronous.advance(run, parts, weights, seed=seed))
+
+    def _run(self, step: StepOfBatch, steps: int, *args: Any) -> Any:
+        """Run a step, which sees as many optimizer steps behind it as on one device."""
+        now, self._steps.total.completed = self._steps.total.completed, steps
+        try:
+            return step(*args)
+        finally:
+            self._steps.total.completed = now
 
     def _go_on(self, advance: Callable[[], CallResult]) -> Any:
         """One call, with a batch or while the pipeline is drained; returns what ``training_step`` is to return."""
@@ -168,32 +175,17 @@ class Streaming:
         optimizer = self._trainer.optimizers[0]
         if not self._draining:
             self._hyperparameters.note(self._batches, optimizer)
+            self._numbers[self._batches] = batch_idx
         due = self._asynchronous.due(arriving=not self._draining)
-        with self._hyperparameters.of(due[-1] if due else None, optimizer):
-            method(batch_idx, closure)
-
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
-    ) -> Any:
-        """Run the closure, and let the optimizer step if its gradients are due.
-
-        Args:
-            optimizer: the optimizer.
-            closure: runs ``training_step`` and the backward pass.
-            step: lets the optimizer step, with the hooks before it; takes a closure.
-        """
-        result = closure()
-        if self._call.update:
-            step(lambda: result)
+        if due:
+            number = [self._numbers.pop(batch) for batch in due][-1]
+            with self._hyperparameters.of(due[-1], optimizer):
+                method(number, closure)
         else:
+            closure()
             # a learning rate scheduler would complain that it steps first
             vars(optimizer)["_opt_called"] = True
-        # Lightning counts one
-        progress = self._epoch.automatic_optimization.optim_progress.optimizer.step
-        for tracker in (progress.total, progress.current):
-            tracker.ready += len(self._call.results) - 1
-            tracker.completed += len(self._call.results) - 1
-        return result
+        self._steps.increment_by(len(self._call.results) - bool(due))  # Lightning counts one
 
     # ------------------------------------------------------------------ draining
 
@@ -241,11 +233,7 @@ class Streaming:
         )
 
     def _log(self, ahead: int = 0) -> None:
-        """Log the values of a batch, as Lightning does after each call.
-
-        Args:
-            ahead: the calls after the current one, of which each has its own number for loggers.
-        """
+        """Log as Lightning does after a call, with the number for loggers of one that is so many calls ``ahead``."""
         connector = self._trainer._logger_connector
         # these properties take over new values
         _ = connector.progress_bar_metrics, connector.callback_metrics

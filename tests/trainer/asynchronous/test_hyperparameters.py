@@ -49,6 +49,22 @@ def test_what_changes_in_steps_is_left_alone() -> None:
     assert group["steps"] == 2
 
 
+def test_what_hooks_set_around_steps_is_what_the_next_step_finds() -> None:
+    one, settings = optimizer(), Hyperparameters()
+    group = one.param_groups[0]
+    settings.note(0, one)
+    settings.note(1, one)
+    with settings.of(0, one):
+        group["lr"] *= 2
+    group["lr"] = 0.7  # by a scheduler, for the next batch
+    settings.note(2, one)
+    with settings.of(1, one):
+        assert group["lr"] == 0.2
+        group["lr"] *= 2
+    with settings.of(2, one):
+        assert group["lr"] == 0.7
+
+
 def test_a_step_may_fail() -> None:
     one, settings = optimizer(), Hyperparameters()
     settings.note(0, one)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from tests.support.asynchronous_engine import Batch, batches, pipedream
+from tests.support.asynchronous_engine import Batch, batches, pipedream, two_versions
 from tests.support.asynchronous_trainer import (
     BATCHES,
     EPOCH,
@@ -146,6 +146,97 @@ def test_a_rate_set_around_a_step_is_that_of_its_batch(found: Found) -> None:
 
     _, _, values = closed_form(range(EPOCH), 2, pipedream(2), [], rate=rate)
     assert_weights(found["warms up"], values)
+
+
+class WarmsUpNext(Lit):
+    """As Lightning's documentation does it: behind a step, for the next one."""
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        optimizer.step(closure=closure)
+        if self.trainer.global_step < 4:
+            optimizer.param_groups[0]["lr"] = 0.02 * (self.trainer.global_step + 1)
+
+
+RUNS["warms up the next"] = {"module": WarmsUpNext, "trainer": UNSEEN}
+
+
+def test_a_rate_set_behind_a_step_is_that_of_the_next_step(found: Found) -> None:
+    def rate(step: int) -> float:
+        return 0.02 * min(step, 4) if step else 0.1
+
+    _, _, values = closed_form(range(EPOCH), 2, pipedream(2), [], rate=rate)
+    assert_weights(found["warms up the next"], values)
+
+
+class StepsOnEven(torch.optim.SGD):
+    batches = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.batches += 1
+        if self.batches % 2:
+            super().step(closure)
+
+
+class Chooses(Lit):
+    """Lets every second batch step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if batch_idx % 2 == 0:
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        else:
+            closure()
+        self.seen.append(f"at {self.trainer.global_step}")
+
+
+RUNS["chooses"] = {"module": Chooses, "trainer": UNSEEN}
+
+
+def test_hooks_of_the_optimizer_get_the_number_of_the_batch_that_steps(found: Found) -> None:
+    chosen = partial(StepsOnEven, lr=learning_rate(0), momentum=0.9)
+    _, _, values = closed_form(range(EPOCH), 2, pipedream(2), [], optimizer=chosen)
+    assert_weights(found["chooses"], values)
+    for outcome in found["chooses"]:
+        assert outcome.steps == EPOCH
+        assert [seen for seen in outcome.seen if seen.startswith("at")] == [f"at {i}" for i in range(EPOCH)]
+
+
+class Anneals(Lit):
+    """The weight of the loss follows the number of steps."""
+
+    rate = staticmethod(lambda step: 0.1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.trainer.global_step)
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+TWO_VERSIONS = {"schedule": "pipedream_2bw", "layers": "net.layers", "micro_batches": 4, "balance": [3, 3]}
+RUNS["anneals"] = {"module": Anneals, "trainer": UNSEEN, "strategy": TWO_VERSIONS}
+
+
+def test_a_step_sees_the_number_of_steps_before_its_batch(found: Found) -> None:
+    plain = partial(torch.optim.SGD, lr=0.1)
+    rate = lambda step: 0.1 * (1 + step)  # noqa: E731
+    _, _, values = closed_form(range(EPOCH), 2, two_versions, [], 4, optimizer=plain, rate=rate)
+    assert_weights(found["anneals"], values)
+
+
+class SetsRate(Lit):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+RUNS["sets rate"] = {"module": SetsRate, "trainer": UNSEEN}
+
+
+def test_a_step_may_not_set_the_rate_of_other_batches(found: Found) -> None:
+    assert all("changes a setting of an optimizer" in outcome.error for outcome in found["sets rate"])
 
 
 class Halves(Lit):
