@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_pipe.batches.outputs import of_batch
 from lightning_pipe.engine.asynchronous import CallResult
 from lightning_pipe.engine.withheld_gradients import WithheldGradients, withheld_gradients
+from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.patches import replaced
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
@@ -94,8 +95,9 @@ class Streaming:
         return self._drain_first(method, trainer)
 
     def _drain_first(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # after an error nobody may answer any more
-        if self._asynchronous.in_flight and self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        # one rank has nothing in flight, but a resumed run has no older version; after an error nobody may answer
+        pending = self._asynchronous.in_flight or self._asynchronous.versions.newest
+        if pending and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self.drain()
         return method(*args, **kwargs)
 
@@ -192,11 +194,17 @@ class Streaming:
     def drain(self) -> None:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
         trainer, epoch, calls, number = self._trainer, self._epoch, self._asynchronous.drain(), 0
+        progress = epoch.batch_progress.current
+        if self._asynchronous.in_flight and (self._draining or progress.started > progress.processed):
+            raise ConfigurationError(
+                "A checkpoint or an evaluation, which ends all batches in flight, begins within the step of a batch.",
+                hint="Do it in on_train_batch_end, not in a hook of the optimizer or of the backward pass.",
+            )
         without_batch = replaced(trainer.strategy, "training_step", lambda: self._go_on(lambda: next(calls)))
         with self._drained(), without_batch:
-            progress = epoch.batch_progress.current
             if progress.processed > progress.completed:  # in a hook at the end of a batch, whose values are due
                 self._log()
+            self._forget_logged()
             while self._asynchronous.in_flight:
                 number += 1
                 epoch.automatic_optimization.run(trainer.optimizers[0], epoch.batch_idx, OrderedDict())
@@ -205,10 +213,7 @@ class Streaming:
             # the pipeline puts its versions of the weights together behind the last call
             next(calls, None)
             self._step.channel.flush()
-            # no batch comes out of the next calls: the values of the last one must not be logged again
-            for value in epoch._results.values():
-                if value.meta.fx == "training_step":
-                    value._forward_cache = None
+            self._forget_logged()
 
     @contextmanager
     def _drained(self) -> Iterator[None]:
@@ -231,6 +236,11 @@ class Streaming:
         return bool(
             ends or stops or self._epoch._num_ready_batches_reached() or self._epoch._should_check_val_fx(data_fetcher)
         )
+
+    def _forget_logged(self) -> None:
+        """Let calls that log no new values, since no batch comes with them, or out of them, not log the last ones."""
+        for value in self._epoch._results.values():
+            value._forward_cache = None
 
     def _log(self, ahead: int = 0) -> None:
         """Log as Lightning does after a call, with the number for loggers of one that is so many calls ``ahead``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_pipe.schedules import PipeDream
 from tests.support.asynchronous_engine import pipedream, two_versions
 from tests.support.asynchronous_trainer import (
+    BATCHES,
     EPOCH,
     ROWS,
+    Feed,
+    Lit,
     Outcome,
     assert_close,
     assert_weights,
@@ -46,6 +50,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "stopped": {"trainer": {"max_epochs": 3}, "stop_at": 2},
 }
 Found = dict[str, list[Outcome]]
+
+
+class Long(Lit):
+    def train_dataloader(self) -> Any:
+        return Feed(BATCHES)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +108,15 @@ def test_replicas_of_stages_step_after_several_batches() -> None:
     assert_close(outcomes[1].logged["train_loss_step"], losses)
 
 
-def test_one_device() -> None:
+def test_one_device_goes_on_behind_validations_and_checkpoints_as_several_do(tmp_path: Path) -> None:
     strategy = {"schedule": "pipedream_2bw", "layers": "net.layers", "micro_batches": 4, "stages": 3}
-    outcomes = [fit(0, strategy, {"val_check_interval": 3}, devices=1)]
-    losses, _, values = closed_form(range(EPOCH), 1, two_versions, [], 4)
-    assert_weights(outcomes, values)
-    assert_close(outcomes[0].logged["train_loss_step"], losses)
+    options: dict[str, Any] = {"trainer": {"max_epochs": 2, "val_check_interval": 3}, "devices": 1, "module": Long}
+    whole = fit(0, strategy, saves=(str(tmp_path), [5]), **options)
+    resumed = fit(0, strategy, resume=str(tmp_path / "5.ckpt"), **options)
+    losses, _, values = closed_form([*range(EPOCH)] * 2, 1, two_versions, [3, 5, 6, 7, 10, 13], 4)
+    assert_weights([whole, resumed], values)
+    assert_close(whole.logged["train_loss_step"], losses)
+    assert_close(resumed.logged["train_loss_step"], losses[5:])
 
 
 @pytest.mark.feature(

@@ -276,6 +276,21 @@ def test_files_are_named_after_the_steps_that_are_in_them(found: Found, folder: 
     assert_weights(found["names"], values)
 
 
+class SavesInStep(Lit):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 2:
+            self.trainer.save_checkpoint("never.ckpt")
+
+
+RUNS["saves in step"] = {"module": SavesInStep, "trainer": UNSEEN}
+
+
+def test_a_checkpoint_within_a_step_is_refused(found: Found) -> None:
+    for outcome in found["saves in step"]:
+        assert "within the step of a batch" in outcome.error
+        assert "on_train_batch_end" in outcome.error
+
+
 # ------------------------------------------------------------------ the end
 
 
@@ -332,6 +347,22 @@ def test_a_termination_signal_ends_all_ranks(between: bool, found: Found) -> Non
 
 
 # ------------------------------------------------------------------ logs and state
+
+
+class LogsAtEnd(Lit):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("number", float(batch_idx), on_step=True)
+
+    def on_train_end(self) -> None:
+        self.extra = self.trainer.logger.of("number")
+
+
+RUNS["logs at end"] = {"module": LogsAtEnd, "trainer": {"max_epochs": 2, **UNSEEN}}
+
+
+def test_what_a_hook_logs_for_a_batch_is_logged_once(found: Found) -> None:
+    for outcome in found["logs at end"]:
+        assert outcome.extra == [*range(EPOCH)] * 2
 
 
 class Keeps(Lit):
