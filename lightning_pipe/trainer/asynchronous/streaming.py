@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_pipe.batches.outputs import of_batch
@@ -55,7 +55,7 @@ class Streaming:
         self._step, self._gradients = step, gradients
         self._hyperparameters = Hyperparameters()
         self._in_flight: dict[int, StepOfBatch] = {}
-        self._numbers: dict[int, int] = {}  # in their epochs, of batches whose steps are to come
+        self._trained: list[bool] = []
         self._batches = 0
         self._call = CallResult()
         self._draining = False
@@ -63,17 +63,15 @@ class Streaming:
         self._trainer: Any = self._module.trainer
         self._epoch: Any = self._trainer.fit_loop.epoch_loop
         self._steps = self._epoch.automatic_optimization.optim_progress.optimizer.step
-        channel = step.channel
-        self._changed.callback(setattr, channel, "ahead", channel.ahead)
-        channel.ahead = 2 * (self._asynchronous.stream.lag + 2)  # a call may report two batches
-        trainer, fit_loop, epoch_loop = self._trainer, self._trainer.fit_loop, self._epoch
-        self._around(epoch_loop, "on_advance_end", self._end_batch)
-        self._around(epoch_loop.automatic_optimization, "_optimizer_step", self._step_of_batch)
+        self._changed.callback(setattr, step.channel, "ahead", step.channel.ahead)
+        step.channel.ahead = 2 * (self._asynchronous.stream.lag + 2)  # a call may report two batches
+        self._around(self._epoch, "on_advance_end", self._end_batch)
+        self._around(self._epoch.automatic_optimization, "_optimizer_step", self._step_of_batch)
         # before an evaluation, the end of an epoch and a checkpoint, what is in flight is finished
-        self._around(epoch_loop.val_loop, "run", self._drain_first)
-        self._around(fit_loop, "on_advance_end", self._drain_first)
-        self._around(trainer._checkpoint_connector, "dump_checkpoint", self._drain_first)
-        for callback in (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)):
+        self._around(self._epoch.val_loop, "run", self._drain_first)
+        self._around(self._trainer.fit_loop, "on_advance_end", self._drain_first)
+        self._around(self._trainer._checkpoint_connector, "dump_checkpoint", self._drain_first)
+        for callback in (each for each in self._trainer.callbacks if isinstance(each, ModelCheckpoint)):
             self._around(callback, "_monitor_candidates", partial(self._name_file, callback))
 
     # ------------------------------------------------------------------ where Lightning leaves the training loop
@@ -103,25 +101,28 @@ class Streaming:
 
     def _end_batch(self, method: Callable[[Any], Any], data_fetcher: Any) -> Any:
         """In the place of ``on_advance_end``: drain if the training loop is left after the current batch."""
-        return self._drain_first(method, data_fetcher) if self._is_left(data_fetcher) else method(data_fetcher)
+        left = self._run(self._is_left, self._trainer.global_step + len(self._in_flight), data_fetcher)
+        return self._drain_first(method, data_fetcher) if left else method(data_fetcher)
 
     # ------------------------------------------------------------------ calls
 
     def train(self, step: StepOfBatch, weights: Sequence[float]) -> Any:
-        """One call with a batch; returns what ``training_step`` is to return.
-
-        Args:
-            step: the step of the batch.
-            weights: the factor of each micro-batch's loss.
-        """
+        """One call with a batch, whose losses have weights; returns what ``training_step`` is to return."""
+        trained = [parameter.requires_grad for parameter in self._module.parameters()]
+        if self._in_flight and trained != self._trained:
+            raise ConfigurationError(
+                "Parameters have been frozen or unfrozen (requires_grad) while earlier batches are in flight.",
+                hint="Do so where none is, as in on_train_epoch_start or on_validation_end, or use schedule='1f1b'.",
+            )
+        self._trained = trained
         run = partial(self._run, step, self._trainer.global_step + len(self._in_flight))
         self._in_flight[self._batches] = step
         self._batches += 1
         parts, seed = step.micro_batches.parts, step.seed
         return self._go_on(lambda: self._asynchronous.advance(run, parts, weights, seed=seed))
 
-    def _run(self, step: StepOfBatch, steps: int, *args: Any) -> Any:
-        """Run a step, which sees as many optimizer steps behind it as on one device."""
+    def _run(self, step: Callable[..., Any], steps: int, *args: Any) -> Any:
+        """Run a function, which sees as many optimizer steps behind it as on one device."""
         now, self._steps.total.completed = self._steps.total.completed, steps
         try:
             return step(*args)
@@ -177,12 +178,11 @@ class Streaming:
         optimizer = self._trainer.optimizers[0]
         if not self._draining:
             self._hyperparameters.note(self._batches, optimizer)
-            self._numbers[self._batches] = batch_idx
         due = self._asynchronous.due(arriving=not self._draining)
         if due:
-            number = [self._numbers.pop(batch) for batch in due][-1]
+            newest = self._batches - self._draining
             with self._hyperparameters.of(due[-1], optimizer):
-                method(number, closure)
+                method(batch_idx - (newest - due[-1]), closure)
         else:
             closure()
             # a learning rate scheduler would complain that it steps first
@@ -202,14 +202,18 @@ class Streaming:
             )
         without_batch = replaced(trainer.strategy, "training_step", lambda: self._go_on(lambda: next(calls)))
         with self._drained(), without_batch:
-            if progress.processed > progress.completed:  # in a hook at the end of a batch, whose values are due
+            # in a hook at the end of a batch, whose values are due; one that a hook has skipped is not started
+            if progress.started == progress.processed > progress.completed:
                 self._log()
             self._forget_logged()
             while self._asynchronous.in_flight:
                 number += 1
-                epoch.automatic_optimization.run(trainer.optimizers[0], epoch.batch_idx, OrderedDict())
+                epoch.automatic_optimization.run(trainer.optimizers[0], progress.started - 1, OrderedDict())
                 if self._call.results:
                     self._log(ahead=number)
+                # an average takes in every step; after other calls it is asked at the end of their batches
+                for callback in (each for each in trainer.callbacks if isinstance(each, WeightAveraging)):
+                    callback.on_train_batch_end(trainer, self._module, None, None, epoch.batch_idx)
             # the pipeline puts its versions of the weights together behind the last call
             next(calls, None)
             self._step.channel.flush()
@@ -230,12 +234,8 @@ class Streaming:
 
     def _is_left(self, data_fetcher: Any) -> bool:
         """Whether the training loop is left after the current batch, for an evaluation or for good."""
-        trainer = self._trainer
-        ends = trainer.max_steps != -1 and trainer.global_step + len(self._in_flight) >= trainer.max_steps
-        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        return bool(
-            ends or stops or self._epoch._num_ready_batches_reached() or self._epoch._should_check_val_fx(data_fetcher)
-        )
+        stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
+        return bool(stops or self._epoch._is_training_done or self._epoch._should_check_val_fx(data_fetcher))
 
     def _forget_logged(self) -> None:
         """Let calls that log no new values, since no batch comes with them, or out of them, not log the last ones."""

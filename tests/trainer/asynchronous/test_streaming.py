@@ -29,6 +29,11 @@ from tests.support.asynchronous_trainer import (
 PIPEDREAM = {"schedule": "pipedream", "layers": "net.layers"}
 
 
+class Freezes(Lit):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.layers[5].requires_grad_(batch_idx < 2)
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "gradient_clip_val=1.0 limits the norm": {"trainer": {"gradient_clip_val": 1.0}},
     "the Trainer has accumulate_grad_batches=2": {"trainer": {"accumulate_grad_batches": 2}},
@@ -36,6 +41,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "trainer": {"max_epochs": 2},
         "callbacks": [GradientAccumulationScheduler({1: 2})],
     },
+    "frozen or unfrozen (requires_grad) while": {"module": Freezes},
     "16-mixed precision scales the loss": {"plugins": True},
     "makes a step of 1 micro-batches": {"strategy": {"micro_batches": 2}},
     "shard_optimizer='gradients' does not go": {"strategy": {"shard_optimizer": "gradients"}},

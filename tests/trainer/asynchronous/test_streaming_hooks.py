@@ -7,12 +7,12 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
@@ -419,10 +419,24 @@ RUNS["skips"] = {"trainer": {"max_epochs": 2, **UNSEEN}, "module": Skips}
 
 
 def test_an_epoch_that_a_hook_ends(found: Found) -> None:
-    _, _, values = closed_form(
+    losses, _, values = closed_form(
         [0, 1, 2, 3] * 2, 2, pipedream(2), [4], rate=lambda step: learning_rate(step + step // 4)
     )
     assert_weights(found["skips"], values)
+    for outcome in found["skips"]:
+        assert_close(outcome.logged["train_loss_step"], losses)
+
+
+class StopsSoon(Lit):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = True
+
+
+RUNS["stops soon"] = {"module": StopsSoon, "trainer": {"min_steps": EPOCH + 2, "max_epochs": 3, **UNSEEN}}
+
+
+def test_the_least_number_of_steps(found: Found) -> None:
+    assert [outcome.steps for outcome in found["stops soon"]] == [EPOCH + 2] * 2
 
 
 class Floats(Lit):
@@ -443,3 +457,25 @@ def test_bfloat16(found: Found) -> None:
         assert not outcome.error
         differences = [float((outcome.values[name] - value).abs().max()) for name, value in exact.items()]
         assert 1e-4 < max(differences) < 0.05
+
+
+class Averages(EMAWeightAveraging):
+    """Lets the module have the number of steps that are in the average."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        lit, average = cast("Averaged", pl_module), self._average_model
+        assert average is not None
+        lit.extra = int(average.n_averaged)
+        super().on_train_end(trainer, pl_module)
+
+
+class Averaged(Lit):
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [Averages(decay=0.8)]
+
+
+RUNS["averages"] = {"module": Averaged, "trainer": {"max_epochs": 2, "val_check_interval": 3}}
+
+
+def test_an_average_takes_in_every_step(found: Found) -> None:
+    assert [outcome.extra for outcome in found["averages"]] == [2 * EPOCH] * 2
