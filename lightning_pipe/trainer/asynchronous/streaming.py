@@ -195,7 +195,7 @@ class Streaming:
         """Finish what is in flight: one call after the other, with an optimizer step and all hooks."""
         trainer, epoch, calls, number = self._trainer, self._epoch, self._asynchronous.drain(), 0
         progress = epoch.batch_progress.current
-        if self._asynchronous.in_flight and (self._draining or progress.started > progress.processed):
+        if self._draining or progress.started > progress.processed:
             raise ConfigurationError(
                 "A checkpoint or an evaluation, which ends all batches in flight, begins within the step of a batch.",
                 hint="Do it in on_train_batch_end, not in a hook of the optimizer or of the backward pass.",
