@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +29,7 @@ from lightning_pipe.trainer.signals import ENDINGS, Signals
 from lightning_pipe.transport.arrangement import open_transport, topology_of
 from lightning_pipe.transport.base import Transport
 from lightning_pipe.transport.failures import FailureBoard, Kind, default_store, tell
+from lightning_pipe.transport.topology import Topology
 
 if TYPE_CHECKING:
     from lightning_pipe.trainer.strategy import PipeStrategy
@@ -58,12 +59,49 @@ def check_world_size(devices: int, num_nodes: int, environment: ClusterEnvironme
             )
 
 
+@dataclass
+class Connection:
+    """What the processes have in common until they end; Trainers for which they are arranged alike share it.
+
+    Args:
+        transport: moves what they exchange.
+        replicas: torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline.
+        meetings: where they meet; ``None`` for one process alone.
+    """
+
+    transport: Transport
+    replicas: Any = None
+    meetings: Meetings | None = None
+
+    def end(self, owner: int) -> None:
+        """Close at the end of the process; after a failure others may be missing, and nobody waits for them.
+
+        Args:
+            owner: the process that has connected; a copy of it that the user's code has made closes nothing.
+        """
+        if os.getpid() != owner:
+            return
+        board = self.transport.board
+        failed = board is not None and board.noticed.is_set()
+        if board is not None:
+            board.close()
+        if not failed:
+            self.replicas = None  # a group that is referred to keeps its connections
+            _CONNECTIONS.clear()
+            self.transport.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+_CONNECTIONS: dict[Any, Connection] = {}
+"""By what they depend on: torch's group of all processes, how these are arranged, and options."""
+
+
 class World:
     """The processes, seen from one of them. They stay connected after a run.
 
     Attributes:
         layout: sizes of pipelines and replicas, once they are connected.
-        replicas: torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline.
         local: while a user's step runs, in which not all processes take part: collectives concern the replicas alone.
         signals: what signals ask for in this run.
     """
@@ -72,10 +110,8 @@ class World:
     signals: Signals
 
     def __init__(self) -> None:
-        self._transport: Transport | None = None
-        self.replicas: Any | None = None
+        self._connection: Connection | None = None
         self.local = False
-        self._meetings: Meetings | None = None
         self._trainer: Any = None
 
     def begin_run(self, trainer: pl.Trainer) -> None:
@@ -89,19 +125,24 @@ class World:
         Raises:
             ConfigurationError: the processes are not connected yet.
         """
-        if self._transport is None:
+        if self._connection is None:
             raise ConfigurationError("The processes are not connected yet.", hint="Ask from `setup` on.")
-        return self._transport
+        return self._connection.transport
+
+    @property
+    def replicas(self) -> Any:
+        """Torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline."""
+        return None if self._connection is None else self._connection.replicas
 
     @property
     def board(self) -> FailureBoard | None:
         """Where processes say why they fail, if there are several."""
-        return None if self._transport is None else self._transport.board
+        return None if self._connection is None else self._connection.transport.board
 
     # ------------------------------------------------------------------ beginning, end and failure
 
     def open(self, options: PipeStrategy) -> None:
-        """Connect the processes, unless an earlier run has. Collective.
+        """Connect the processes, unless an earlier run or Trainer has. Collective.
 
         The rank with the schedule's loss becomes the first process of each pipeline.
 
@@ -111,9 +152,9 @@ class World:
         Raises:
             CommunicationError: a process does not come, or the last run of these processes has failed.
         """
-        if self._transport is not None:
+        if self._connection is not None:
             if self.board is not None and self.board.failure is not None:
-                name = self._transport.describe()
+                name = self.transport.describe()
                 raise CommunicationError(
                     f"{name[0].upper()}{name[1:]} cannot run this Trainer again: its last run has failed, and the "
                     f"connections between its processes have ended. {self.board.failure}",
@@ -129,23 +170,17 @@ class World:
         if topology.tensor > 1:
             topology = replace(topology, tensor_rank=environment.global_rank() % topology.tensor)
         if layout.world_size == 1:
-            self._transport = open_transport(topology, device, timeout)
+            self._connection = Connection(open_transport(topology, device, timeout))
             return
         backend = options.process_group_backend or dist.get_default_backend_for_device(device)
         if hosts == 1:
             listen_on_loopback()
         with _connecting(timeout):
             connect(environment, backend, timeout, hosts)
-            self._transport = open_transport(topology, device, timeout + _LATER)
-            if topology.replicas > 1:
-                groups = [each.replica_processes(n) for n in range(topology.ranks) for each in topology.tensor_slices]
-                made = [dist.new_group(sorted(group), timeout=timeout) for group in groups]
-                own = self._transport.process
-                self.replicas = next(each for each, group in zip(made, groups, strict=True) if own in group)
-        board = FailureBoard(default_store(), self._transport)
-        board.watch(stall=timeout.total_seconds())
-        self._meetings = Meetings(board, self._child_has_ended)
-        atexit.register(self.end, os.getpid())
+            key = dist.group.WORLD, topology, device, timeout, backend
+            if key not in _CONNECTIONS:
+                _CONNECTIONS[key] = _connected(topology, device, timeout, options.launcher)
+            self._connection = _CONNECTIONS[key]
 
     def share_randomness(self) -> int:
         """Continue everywhere from the random state of process 0, as one device would; returns its seed."""
@@ -153,24 +188,6 @@ class World:
         state, seed = self.transport.broadcast_object(mine, 0, self.everyone)
         torch.set_rng_state(state)
         return int(seed)
-
-    def end(self, owner: int) -> None:
-        """Close at the end of the process; after a failure others may be missing, and nobody waits for them.
-
-        Args:
-            owner: the process that has connected; a copy of it that the user's code has made closes nothing.
-        """
-        if os.getpid() != owner:
-            return
-        board = self.board
-        failed = board is not None and board.noticed.is_set()
-        if board is not None:
-            board.close()
-        if not failed:
-            self.replicas = None  # a group that is referred to keeps its connections
-            self.transport.close()
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
     @property
     def interrupted(self) -> bool:
@@ -185,6 +202,7 @@ class World:
         Args:
             exception: why.
         """
+        _CONNECTIONS.clear()  # a Trainer that is built behind the error connects the processes anew
         if self._trainer is not None:
             self.signals.leaving_together = False  # the hooks of callbacks have been called, and processes leave now
         board = self.board
@@ -209,10 +227,6 @@ class World:
             # process 0 serves the store over which they meet: nobody leaves before all are there
             self.barrier()
 
-    def _child_has_ended(self) -> bool:
-        launcher = self._trainer.strategy.launcher
-        return isinstance(launcher, ScriptLauncher) and any(each.poll() is not None for each in launcher.procs)
-
     # ------------------------------------------------------------------ what all of them do together
 
     def meet(self, call: str, *, outside_step: bool = False) -> bool:
@@ -229,7 +243,7 @@ class World:
             ConfigurationError: a step runs.
             CommunicationError: a process does something else, has failed, or does not come.
         """
-        if self._transport is None or self.interrupted:
+        if self._connection is None or self.interrupted:
             return False
         if outside_step and self.local:
             raise ConfigurationError(
@@ -237,8 +251,8 @@ class World:
                 "ranks.",
                 hint="Call it in on_train_batch_end, on all ranks.",
             )
-        if self._meetings is not None and not self.local:
-            self._meetings.come(call)
+        if self._connection.meetings is not None and not self.local:
+            self._connection.meetings.come(call)
         return True
 
     def stop(self) -> None:
@@ -302,6 +316,23 @@ class World:
         said = torch.tensor(flags, dtype=torch.long)
         self.transport.all_reduce(said, members, "max").wait()
         return [bool(each) for each in said]
+
+
+def _connected(topology: Topology, device: torch.device, timeout: timedelta, launcher: object) -> Connection:
+    """Connect the processes in a new arrangement. Collective."""
+    transport = open_transport(topology, device, timeout + _LATER)
+    replicas = None
+    if topology.replicas > 1:
+        groups = [each.replica_processes(n) for n in range(topology.ranks) for each in topology.tensor_slices]
+        made = [dist.new_group(sorted(group), timeout=timeout) for group in groups]
+        replicas = next(each for each, group in zip(made, groups, strict=True) if transport.process in group)
+    board = FailureBoard(default_store(), transport)
+    board.watch(stall=timeout.total_seconds())
+    children = launcher.procs if isinstance(launcher, ScriptLauncher) else ()
+    meetings = Meetings(board, lambda: any(child.poll() is not None for child in children))
+    connection = Connection(transport, replicas, meetings)
+    atexit.register(connection.end, os.getpid())
+    return connection
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_pipe.trainer.world import World
+from lightning_pipe import PipeStrategy
+from lightning_pipe.trainer.world import Connection
 from tests.support import oracle
 from tests.support.lit_modules import Data, Lit, dataset
 from tests.support.processes import run_trainers
@@ -36,15 +40,39 @@ def trainer(strategy: Any, devices: int = 1, **options: Any) -> L.Trainer:
 def test_a_copy_of_the_process_closes_nothing() -> None:
     closed: list[int] = []
     transport: Any = SimpleNamespace(board=None, close=lambda: closed.append(1))
-    world, owner = World(), os.getpid()
-    world._transport = transport
+    connection, owner = Connection(transport), os.getpid()
     if (copy := os.fork()) == 0:
         with suppress(Exception):
-            world.end(owner)
+            connection.end(owner)
         os._exit(len(closed))
     assert os.waitpid(copy, 0)[1] == 0
-    world.end(owner)
+    connection.end(owner)
     assert closed == [1]
+
+
+def left_by(process: int, strategies: list[dict[str, Any]]) -> list[tuple[bool, int]]:
+    """After each of several Trainers: whether something of it is left, and how many threads this process has."""
+    left = []
+    for options in strategies:
+        lit, strategy = AllSGD().double(), PipeStrategy(layers="model", micro_batches=2, **options)
+        run = trainer(strategy, devices=2)
+        run.fit(lit, Data())
+        objects = [weakref.ref(each) for each in (lit, run, strategy, run.optimizers[0], next(lit.parameters()))]
+        del lit, strategy, run
+        gc.collect()
+        left.append((any(each() is not None for each in objects), len(os.listdir("/proc/self/task"))))
+    return left
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_several_trainers_of_a_process_share_its_connections() -> None:
+    """As in a search for options: nothing of those that have ended is left, and no group of theirs with its threads."""
+    options = [{}, {"schedule": "gpipe"}, {"data_parallel_size": 2}, {"schedule": "pipedream_2bw"}, {}]
+    for left in run_trainers(left_by, 2, timeout=120, strategies=options):
+        assert not any(anything for anything, _ in left)
+        threads = [number for _, number in left]
+        assert threads[0] == threads[1] < threads[2]
+        assert threads[3:] == threads[2:3] * 2
 
 
 # ------------------------------------------------------------------ replicas
