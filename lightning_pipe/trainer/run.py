@@ -59,11 +59,12 @@ class PipelineRun:
         late: as given; ``None`` once the module is divided.
         gradients: of the training batches.
         loaders: make the loaders that this rank iterates.
+        evaluations: run the steps of validation, test and prediction, once over the whole batch; from `begin` on.
         streaming: drives an asynchronous schedule, during ``fit``; ``None`` for all other schedules.
     """
 
-    _step: UserStep  # from `begin` on, as are the evaluations
-    _evaluations: Evaluations
+    _step: UserStep  # from `begin` on
+    evaluations: Evaluations
 
     def __init__(
         self,
@@ -115,8 +116,8 @@ class PipelineRun:
         self._changed.enter_context(self._step.log.installed())
         self._changed.enter_context(self.pipeline.executor.stages.interceptor.torch_patched())
         self._changed.enter_context(self._step.traces.hooks.installed())
-        self._evaluations = Evaluations(self._step, self._seeds[_EVALUATION], self._options, self.divide)
-        self._changed.enter_context(self._evaluations.installed())
+        self.evaluations = Evaluations(self._step, self._seeds[_EVALUATION], self._options, self.divide)
+        self._changed.enter_context(self.evaluations.installed())
         if fitting and self.pipeline.asynchronous is not None:
             self.streaming = Streaming(self._step, self.gradients)
             self._changed.callback(self.streaming.end)
@@ -173,7 +174,7 @@ class PipelineRun:
         report.notes = self.report.notes + report.notes
         self.report = report
         self.begin()
-        return self._evaluations
+        return self.evaluations
 
     def _look(self, name: str, args: Sequence[Any]) -> list[Call]:
         """What a step calls, on process 0."""
@@ -223,15 +224,6 @@ class PipelineRun:
         weights = [weight * scale for weight in self._splitter.weights(parts)]
         self.report.batch(parts, chosen=self._splitter.number == "auto")
         return StepOfBatch(self._step, "training_step", args, parts, seed), weights
-
-    def evaluate(self, name: str, args: Sequence[Any]) -> Any:
-        """An evaluation step, once over the whole batch.
-
-        Args:
-            name: the method of the LightningModule.
-            args: the step's arguments; the first one is the batch, on this device.
-        """
-        return self._evaluations.step(name, args)
 
     @contextmanager
     def transfer(self) -> Generator[None, None, None]:

@@ -433,15 +433,15 @@ class PipeStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run.evaluate("validation_step", args)
+        return self.run.evaluations.step("validation_step", args)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run.evaluate("test_step", args)
+        return self.run.evaluations.step("test_step", args)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run.evaluate("predict_step", args)
+        return self.run.evaluations.step("predict_step", args)
 
     def _evaluation_begins(self) -> None:
         self.sharding.hold(True)

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,19 +67,17 @@ class Connection:
         transport: moves what they exchange.
         replicas: torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline.
         meetings: where they meet; ``None`` for one process alone.
+        owner: the process that has connected; a copy of it that the user's code has made closes nothing.
     """
 
     transport: Transport
     replicas: Any = None
     meetings: Meetings | None = None
+    owner: int = field(default_factory=os.getpid)
 
-    def end(self, owner: int) -> None:
-        """Close at the end of the process; after a failure others may be missing, and nobody waits for them.
-
-        Args:
-            owner: the process that has connected; a copy of it that the user's code has made closes nothing.
-        """
-        if os.getpid() != owner:
+    def end(self) -> None:
+        """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
+        if os.getpid() != self.owner:
             return
         board = self.transport.board
         failed = board is not None and board.noticed.is_set()
@@ -331,7 +329,7 @@ def _connected(topology: Topology, device: torch.device, timeout: timedelta, lau
     children = launcher.procs if isinstance(launcher, ScriptLauncher) else ()
     meetings = Meetings(board, lambda: any(child.poll() is not None for child in children))
     connection = Connection(transport, replicas, meetings)
-    atexit.register(connection.end, os.getpid())
+    atexit.register(connection.end)
     return connection
 
 

@@ -40,13 +40,13 @@ def trainer(strategy: Any, devices: int = 1, **options: Any) -> L.Trainer:
 def test_a_copy_of_the_process_closes_nothing() -> None:
     closed: list[int] = []
     transport: Any = SimpleNamespace(board=None, close=lambda: closed.append(1))
-    connection, owner = Connection(transport), os.getpid()
+    connection = Connection(transport)
     if (copy := os.fork()) == 0:
         with suppress(Exception):
-            connection.end(owner)
+            connection.end()
         os._exit(len(closed))
     assert os.waitpid(copy, 0)[1] == 0
-    connection.end(owner)
+    connection.end()
     assert closed == [1]
 
 
