@@ -50,7 +50,6 @@ from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.tensor_state import version_of
-from lightning_pipe.intercept.torch_patches.autograd_functions import check_not_hidden
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore, stored_in
 from lightning_pipe.torch_internals import functorch_active, graph_nodes, tree_leaves
@@ -247,8 +246,6 @@ class StageRun:
             alive = numbers.alive() if shared else ()
             self.copied = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
         self.tracker.digest.idle = self.stage.last  # nobody compares what follows
-        if self.training and any(incoming.requires_grad):
-            check_not_hidden(self.stage.first_name)
 
     def check_backward(self, outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor | GradientEdge]) -> None:
         """A backward pass begins inside the step: of a derivative over the cut it would find a part.
@@ -326,8 +323,6 @@ class StageRun:
         """The next stage's first layer is reached, (5): collect what is alive and end the step."""
         name = self.stage.next_name
         self.tracker.in_place.check_arrays()
-        if self.training:
-            check_not_hidden(name)
         if functorch_active() or forward_ad._current_level >= 0:
             raise CutError(
                 f"the cut before layer '{name}' lies inside a transform of torch.func (grad, jvp, vmap, ...) or inside "

@@ -7,12 +7,9 @@ own, on whichever stage they are.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
@@ -22,7 +19,8 @@ from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import run_again
 from lightning_pipe.intercept.torch_patches.patch import current_run
 
-_original = vars(Function)["apply"]
+# What ``Function.apply`` calls, of which code may have taken the one of its class before: ``apply = MyFunction.apply``.
+_below: Any = Function.__mro__[1]
 _ONE_LAYER = (
     "Let the Function and what it calls be one layer: layers=[...] names the module around them. Or keep all layers on "
     "one device, of which strategy='ddp' uses several."
@@ -38,37 +36,13 @@ def called_within(function: str, name: str) -> CutError:
     )
 
 
-def check_not_hidden(layer: str) -> None:
-    """Raise if code runs inside a Function that began unnoticed."""
-    if torch.is_grad_enabled():
-        return
-    forwards = dict(_forwards(Function))
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        name = forwards.get(frame.f_code)
-        if name is not None:
-            raise CutError(
-                f"the torch.autograd.Function '{name}' calls layer '{layer}', next to a cut, and was applied under "
-                "another name.",
-                hint=_ONE_LAYER,
-            )
-
-
-def _forwards(base: type[Function]) -> Iterator[tuple[Any, str]]:
-    for cls in base.__subclasses__():
-        if not _is_internal(cls):
-            yield getattr(cls.forward, "__code__", None), cls.__name__
-        yield from _forwards(cls)
-
-
 def _is_internal(cls: type[Function]) -> bool:
     """Whether a Function is torch's or the engine's own: checkpoints, hooks, compiled code."""
     return cls.__module__.partition(".")[0] in ("torch", "lightning_pipe")
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    run, apply, name = current_run(), _original.__get__(None, cls), f"{cls.__name__}.apply"
+    run, apply, name = current_run(), super(_below, cls).apply, f"{cls.__name__}.apply"
     outside = run is None or not (run.surroundings.inside or run.tracker.function)
     if cls is CheckpointFunction and run is not None and outside:
         raise CutError(
@@ -90,5 +64,5 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
 
 
-FUNCTIONS = ((Function, "apply", classmethod(_apply)),)
-"""While it is installed, Functions that are applied by the name of their class are calls."""
+FUNCTIONS = ((_below, "apply", classmethod(_apply)),)
+"""While it is installed, Functions that are applied are calls."""

@@ -67,14 +67,16 @@ class Scaled(Function):
 
 
 class Own(Net):
-    """Functions between the layers."""
+    """Functions between the layers; one by a name of its own."""
+
+    again = staticmethod(Again.apply)
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(4, WIDTH))
 
     def between(self, h: Tensor) -> Tensor:
-        return Again.apply(torch.sin, h)
+        return self.again(torch.sin, h)  # type: ignore[no-any-return]
 
     def body(self, h: Tensor, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -123,13 +125,13 @@ def test_functions_between_and_inside_layers_equal_one_device(net: type[Net], ru
 class Noisy(Own):
     """Draws in Functions: in the backward again, or not, since autograd does it."""
 
-    again = False
+    draws_again = False
 
     def between(self, h: Tensor) -> Tensor:
         def noisy(h: Tensor) -> Tensor:
             return F.dropout(F.dropout(h, 0.3) * torch.rand(WIDTH), 0.2)
 
-        return Again.apply(noisy, h) if self.again else Once.apply(noisy, h)
+        return self.again(noisy, h) if self.draws_again else Once.apply(noisy, h)  # type: ignore[no-any-return]
 
 
 class Once(Function):
@@ -148,7 +150,7 @@ class Once(Function):
 
 
 class NoisyAgain(Noisy):
-    again = True
+    draws_again = True
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -209,7 +211,7 @@ class ChangesInPlace(Own):
     [
         (Around, r"'Again\.apply' calls 'layers\.0'"),
         (AroundAModule, r"'Again\.apply' calls 'norm'"),
-        (OtherName, r"'Again' calls layer 'layers\.[01]', next to a cut, and was applied under another name"),
+        (OtherName, r"'Again\.apply' calls 'layers\.0'"),
         (ChangesInPlace, r"'InPlace\.apply' changes a tensor in place"),
     ],
 )
