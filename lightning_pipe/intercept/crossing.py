@@ -111,7 +111,7 @@ def crossings_of(run: StageRun) -> dict[int, Crossing]:
         to: Crossing(
             RunRecord(calls, tuple(entry for entry, _ in pairs)),
             {entry.number: tensor for entry, tensor in pairs},
-            tracker.digest.told(len(calls)),
+            tuple(tracker.digest.words[: len(calls)]),
         )
         for to, pairs in leaving.items()
     }

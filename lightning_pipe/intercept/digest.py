@@ -140,11 +140,6 @@ class Digest:
                 "nor must what hooks change: compute it in the step, from batch_idx or trainer.global_step.",
             )
 
-    def told(self, calls: int) -> tuple[int, ...]:
-        """The words of so many calls, for the next stage; the mark of the end of a step has none."""
-        words = self.words[:calls]
-        return (*words, *[0] * (calls - len(words)))
-
     def follow(
         self,
         names: tuple[str, ...],

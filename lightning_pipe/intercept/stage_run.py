@@ -166,6 +166,7 @@ class StageRun:
             self.arrive()
         else:
             self.tracker.calls.append(CallRecord(_END, (), ()))
+        self.tracker.digest.words.append(0)  # which says nothing
         if not last:
             self._cut()
 
