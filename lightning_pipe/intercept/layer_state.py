@@ -297,28 +297,20 @@ class LayerState:
             yield
             complete = run.complete and counts
         finally:
-            if complete:
-                self._leave()
-            else:
-                self._put_back(run)
+            for (part, attribute), former in self.set_by_run.items():
+                kept = self.is_kept(part, attribute)
+                if not complete and not (kept and run.layer_calls.has_run(part)):
+                    put(part, attribute, former)
+                elif complete and kept:
+                    self._hide(part, attribute)
+                elif complete:
+                    self._left.setdefault((part, attribute), former)
             put_all(hidden)
         changed = self._changed(self.set_by_run) if complete and not (self.one_pipe or run.tracker.alone) else ()
         for key in changed:
             raise in_several_pipes(self.written(*key))
         if complete and held is not None:
             check_held(held, self)
-
-    def _leave(self) -> None:
-        for (part, attribute), former in self.set_by_run.items():
-            if not self.is_kept(part, attribute):
-                self._left.setdefault((part, attribute), former)
-            else:
-                self._hide(part, attribute)
-
-    def _put_back(self, run: StageRun) -> None:
-        for (part, attribute), former in self.set_by_run.items():
-            if not (self.is_kept(part, attribute) and run.layer_calls.has_run(part)):
-                put(part, attribute, former)
 
     def _of_others(self, run: StageRun) -> list[Key]:
         """What the other stages of this rank keep: they may be ahead, or behind."""
@@ -352,21 +344,22 @@ class LayerState:
             if not (self.is_kept(part, attribute) or alike(now(part, attribute), former)):
                 yield part, attribute
 
-    def concerns(self, change: Change) -> bool:
-        """Whether a change is one that `take` has told of."""
+    def adopt(self, change: Change) -> bool:
+        """Have what complete runs on another rank have set, and know what calls keep there: whether `take` told of it.
+
+        Args:
+            change: one of that rank, behind those of what layers may hold as well, such as a list that has grown.
+        """
         name, attribute, *inner = change.path
         part = self.modules.get(name)
-        return part is not None and not inner and (part in self.root_of or attribute == "training")
-
-    def adopt(self, changes: Iterable[Change]) -> None:
-        """Have what complete runs on another rank have set, and know what calls keep elsewhere."""
-        for change in filter(self.concerns, changes):
-            part, attribute = self.modules[change.path[0]], change.path[1]
-            if change.kind == "hide":
-                _kept.setdefault(part, {})[attribute] = None
-                self._hide(part, attribute)
-            else:
-                put(part, attribute, change.value)
+        if part is None or inner or not (part in self.root_of or attribute == "training"):
+            return False
+        if change.kind == "hide":
+            _kept.setdefault(part, {})[attribute] = None
+            self._hide(part, attribute)
+        else:
+            put(part, attribute, change.value)
+        return True
 
     def share(self, gather: Callable[[Any], list[Any]]) -> None:
         """Have what layers keep on other ranks: the module is to be whole here. Collective.

@@ -50,13 +50,11 @@ def apply(changes: Sequence[Change], state: LayerState) -> None:
         state: knows the modules.
     """
     for change in changes:
-        if not state.concerns(change):
+        if not state.adopt(change):
             owner: Any = state.around[change.path[0]]
             for key in change.path[1:-1]:
                 owner = items_of(owner)[key]
             _apply(owner, change)
-    # behind that: a layer may hold a list that the LightningModule holds, which is longer by now
-    state.adopt(changes)
 
 
 def check_portable(changes: Iterable[Change]) -> None:

@@ -77,8 +77,7 @@ def test_what_a_complete_run_sets_the_other_ranks_have_behind_the_batch() -> Non
     last.a.late = 1  # in no step
     changes = last.state.take()
     assert last.state.take() == []
-    assert all(first.state.concerns(change) for change in changes)
-    first.state.adopt(changes)
+    assert all(map(first.state.adopt, changes))
     assert (first.a.scale, first.b.training, first.a.mean.tolist()) == (2.0, False, [1.0])
     assert not {"hook", "late"} & {*vars(first.a)}
     assert last.words == ["self.a.scale", "self.a.mean", "self.b.training"]
@@ -201,10 +200,10 @@ def test_what_calls_keep_is_absent_where_they_are_answered() -> None:
     assert isinstance(rank.a.items, AbsentValue), "hooks come next"
     first = Rank(0)
     first.state.runs(first.a, 0)
-    first.state.adopt(changes)
+    assert all(map(first.state.adopt, changes))
     assert first.a.calls == 0
     between = Rank(0)
-    between.state.adopt(changes)
+    assert all(map(between.state.adopt, changes))
     assert isinstance(between.a.calls, AbsentValue)
 
 
@@ -234,7 +233,7 @@ def test_a_module_that_is_whole_again_has_it_on_all_ranks() -> None:
     first.a.calls, first.a.items = 3, [lambda: None]  # which cannot be sent
     for name in ("calls", "items"):
         first.state.keep(first.a, name)
-        last.state.adopt([Change("hide", ("a", name))])
+        last.state.adopt(Change("hide", ("a", name)))
     given: list[Any] = []
     first.state.share(lambda own: given.append(own) or [own])
     last.state.share(lambda own: [own, *given])
