@@ -192,21 +192,13 @@ def outside_modules(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[
     """The largest modules with a forward of their own that have parameters, or statistics, and concern no layer."""
     inside = {id(part) for layer in layers for part in layer.modules()}
     ids = {id(layer) for layer in layers}
-
-    def walk(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in parent.named_children():
-            path = f"{prefix}{name}"
-            if id(child) in inside:
-                continue
-            holds_layers = any(id(part) in ids for part in child.modules())
-            callable_ = type(child).forward is not nn.Module.forward
-            if holds_layers or not callable_:
-                yield from walk(child, f"{path}.")
-            elif any(True for _ in child.parameters()) or any(isinstance(part, NormBase) for part in child.modules()):
-                yield path, child
-
-    seen: set[int] = set()
-    for name, child in walk(module, ""):
-        if id(child) not in seen:
-            seen.add(id(child))
-            yield name, child
+    seen, largest = set[int](), tuple[str, ...]()
+    for name, part in module.named_modules(remove_duplicate=False):  # a module before its parts
+        if not name or id(part) in inside or name.startswith(largest):
+            continue
+        is_called = type(part).forward is not nn.Module.forward and ids.isdisjoint(map(id, part.modules()))
+        if is_called and (any(True for _ in part.parameters()) or any(isinstance(m, NormBase) for m in part.modules())):
+            largest += (f"{name}.",)
+            if id(part) not in seen:
+                seen.add(id(part))
+                yield name, part
