@@ -63,7 +63,7 @@ class Placeholder(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if has_torch_function_unary(self):  # the tracker follows, as it does where the tensor has a value
             return handle_torch_function(Tensor.__deepcopy__, (self,), self, memo)
-        return Placeholder.like(self, self.device)
+        return Placeholder.of(TensorSpec.of(self), self.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CutError("pickling needs the value of a tensor that only another stage has.", hint=_VALUES)
@@ -73,11 +73,6 @@ class Placeholder(Tensor):
         """A placeholder as ``spec`` says, on ``device`` unless that names another kind."""
         moved = device if spec.device is None else numbered(torch.device(spec.device))
         return cls(spec.shape, spec.strides, spec.dtype, moved)
-
-    @classmethod
-    def like(cls, tensor: Tensor, device: torch.device) -> Placeholder:
-        """A placeholder with the shape, dtype and strides of ``tensor``."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, device)
 
 
 FLAT.add(Placeholder)
@@ -134,7 +129,7 @@ def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             return value
         original = originals.get(id(value))
         if original is None or original.device != device:  # where it is itself, the same object must come back
-            return Placeholder.like(value, device)
+            return Placeholder.of(TensorSpec.of(value), device)
         if (original.shape, original.stride()) != (value.shape, value.stride()):
             raise CutError(
                 f"'{function_name(func)}' changes the shape or strides of a tensor in place that only another stage "

@@ -176,7 +176,7 @@ class _List(Node):
 
     @override
     def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
-        refill(self.owner, before.values())
+        refill(self.owner, before if isinstance(self.owner, set) else before.values())
         return self.owner
 
     @override
@@ -209,17 +209,12 @@ class _Tuple(_List):
             yield owner, Change("set", path, self.owner) if inner else change
 
 
-class _Set(Node):
+class _Set(_List):
     """The elements of a set."""
 
     @override
     def items(self) -> dict[Any, Any]:
         return dict.fromkeys(self.owner)
-
-    @override
-    def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
-        refill(self.owner, before)
-        return self.owner
 
     @override
     def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:

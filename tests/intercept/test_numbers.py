@@ -19,7 +19,7 @@ def test_what_is_derived() -> None:
     assert not numbers.derived(x)
     assert numbers.derived(nn.Parameter(x, requires_grad=False))
     assert numbers.derived(torch.ones(3, requires_grad=True))
-    assert numbers.derived(Placeholder.like(x, CPU))
+    assert numbers.derived(Placeholder.of(TensorSpec.of(x), CPU))
     numbers.give(x)
     assert numbers.derived(x)
 
