@@ -22,7 +22,7 @@ _TAG = (1 << 29) - 1
 
 
 class Turns:
-    """Runs steps over a pipeline whose ranks take turns, and brings what they tell to the others: it is their `Mail`.
+    """Runs steps over a pipeline whose ranks take turns, and brings what they tell to the others.
 
     Args:
         pipeline: the module over the ranks.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,8 +34,11 @@ from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.stage_run import EndOfStage, StageRun
 from lightning_pipe.intercept.torch_functions import leaves_of
-from lightning_pipe.intercept.turns.tracker import Mail, TurnTracker
+from lightning_pipe.intercept.turns.tracker import TurnTracker
 from lightning_pipe.torch_internals import tree_leaves
+
+if TYPE_CHECKING:
+    from lightning_pipe.engine.turns import Turns
 
 
 class TurnRun(StageRun):
@@ -63,7 +66,7 @@ class TurnRun(StageRun):
         names: Sequence[str],
         ranks: Sequence[int],
         last: int,
-        mail: Mail,
+        mail: Turns,
         isolated: Callable[..., AbstractContextManager[None]],
         generators: Sequence[torch.Generator],
         cache: RunCache,
@@ -114,7 +117,7 @@ class TurnRun(StageRun):
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
         held = [*module.parameters(), *module.buffers()]
-        self.tracker.pass_to(self._mail.place(name, held, self.tracker.turn.holder), leaves_of(args, kwargs))
+        self.tracker.pass_to(self._mail.place(name, held, self.tracker.holder), leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)
         return self._run(name, key, module, forward, args, kwargs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,29 +12,16 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
 from lightning_pipe.intercept.crossing import Crossing, check_plain, entry_of
-from lightning_pipe.intercept.in_place import ParameterUse
-from lightning_pipe.intercept.numbers import SAME_PATH, Numbers
+from lightning_pipe.intercept.numbers import SAME_PATH
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.tensor_state import version_of
 from lightning_pipe.intercept.torch_functions import METADATA, draws, function_name, leaves_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.torch_internals import storage_uses
 
-
-class Mail(Protocol):
-    """Knows the ranks of a pipeline, and brings objects to the others; those from one rank arrive in order."""
-
-    rank: int
-    ranks: int
-
-    def send(self, obj: Any, rank: int) -> None:
-        """Start to send an object, which may be changed at once."""
-
-    def receive(self, rank: int) -> Any:
-        """The next object that a rank sends."""
-
-    def place(self, name: str, tensors: Iterable[Tensor], holder: int) -> int:
-        """The rank that runs code with some parameters and buffers, of a name, if ``holder`` has the turn."""
+if TYPE_CHECKING:
+    from lightning_pipe.engine.turns import Turns
+    from lightning_pipe.parameters.ownership import Ownership
 
 
 class TurnTracker(Tracker):
@@ -54,23 +41,34 @@ class TurnTracker(Tracker):
         parameter_use: the module's parameters and buffers outside layers.
         isolated: gives a context with the random stream of a key.
         generators: of the random numbers that all ranks draw alike.
+
+    Attributes:
+        holder: the rank that has the turn.
     """
 
     alone = shows_objects = True
 
     def __init__(
         self,
-        mail: Mail,
+        mail: Turns,
         first: int,
-        parameter_use: ParameterUse,
+        parameter_use: Ownership,
         isolated: Callable[..., AbstractContextManager[None]],
         generators: Sequence[torch.Generator],
     ) -> None:
         super().__init__(None, isolated, parameter_use, partial=mail.ranks > 1)
         self._mail, self._generators = mail, generators
-        self.turn = _Turns(first, mail.rank)
-        self.waiting = not self.turn.mine
+        self.holder, self._begin = first, 0  # the number of calls before the turn
+        self.waiting = first != mail.rank
         self.digest.idle = True  # ranks that follow each other compare nothing
+        # what the rank with the turn has told; ``None`` as long as it has not
+        self._told: Crossing | None = None
+        # by number, the rank that has computed a tensor; by rank, the numbers of the values that it got with its turn
+        self._homes: dict[int, int] = {}
+        self._known: dict[int, set[int]] = {}
+        # by number, the version of a tensor here when other ranks had the same value, and whether another tensor has
+        # its memory where it comes from
+        self._elsewhere: dict[int, tuple[int | None, bool]] = {}
 
     # ------------------------------------------------------------------ the turn
 
@@ -81,37 +79,63 @@ class TurnTracker(Tracker):
             rank: it has the turn from here on.
             given: it will need the tensors among these.
         """
-        turn = self.turn
-        if rank == turn.holder:
+        if rank == self.holder:
             return
         with self.paused():
             told = None
-            if turn.mine:
-                self._tell(rank, given)
-            else:
+            if self.waiting:
                 told = self.learn()
-            turn.end(rank, self.calls)
-            self.waiting = not turn.mine
-            if told is not None and turn.mine:
+            else:
+                self._tell(rank, given)
+            self._homes |= dict.fromkeys(self._left(), self.holder)
+            self.holder, self._begin, self._told = rank, len(self.calls), None
+            self.waiting = rank != self._mail.rank
+            if told is not None and not self.waiting:
                 self._fill(told)
+
+    def _left(self) -> set[int]:
+        """The numbers of the tensors that the calls of the turn have made or changed."""
+        return {number for call in self.calls[self._begin :] for number in call.numbers}
 
     def _tell(self, rank: int, given: Iterable[Any]) -> None:
         """Tell all others what this rank has done in its turn."""
-        self.turn.check_changes(self.calls, self.numbers)
+        self._check_changes()
         numbers = {number for each in given if isinstance(each, Tensor) and (number := self._real(each)) is not None}
-        known = self.turn.known.setdefault(rank, set())
-        calls = tuple(self.calls[self.turn.begin :])
+        known = self._known.setdefault(rank, set())
+        calls = tuple(self.calls[self._begin :])
         for peer in (each for each in range(self._mail.ranks) if each != self._mail.rank):
             # All must know what was called; values are for the rank that goes on, and it keeps them.
             self._mail.send(self._crossing(sorted(numbers - known) if peer == rank else (), calls), peer)
         known |= numbers
+
+    def _check_changes(self) -> None:
+        """At the end of this rank's turn: a value that other ranks have has changed by a call alone that names it.
+
+        Raises:
+            CutError: another tensor with its memory has changed, or one on the rank that it came from would have to.
+        """
+        told = self._left()
+        for number, (version, shared) in [*self._elsewhere.items()]:
+            tensor = self.numbers.find(number)
+            if tensor is None or isinstance(tensor, Placeholder):
+                del self._elsewhere[number]
+            elif version_of(tensor) != version:
+                if shared or number not in told:
+                    raise CutError(
+                        f"tensor {number}, {tuple(tensor.shape)}, is changed in place, another tensor shares its "
+                        "memory, and they have been on different ranks.",
+                        hint="Use the out-of-place form, or .clone() one of them.",
+                    )
+                del self._elsewhere[number]
+                for known in self._known.values():
+                    known.discard(number)
 
     def learn(self) -> Crossing:
         """Learn what the rank with the turn has done, until it ends its turn; returns that."""
         told = self._ask()
         if len(self.calls) != len(self._expected):
             raise CutError(
-                f"this rank has followed {len(self.calls)} calls outside its layers, rank {self.turn.holder} has made "
+                f"this rank has followed {len(self.calls)} calls outside its layers, rank {self.holder} has made "
                 f"{len(self._expected)}.",
                 hint=SAME_PATH,
             )
@@ -119,22 +143,21 @@ class TurnTracker(Tracker):
 
     def _ask(self) -> Crossing:
         """Wait for what the rank with the turn tells, and answer what it asks."""
-        turn = self.turn
-        while turn.told is None:
+        while self._told is None:
             with self.paused():
-                message = self._mail.receive(turn.holder)
+                message = self._mail.receive(self.holder)
                 if isinstance(message, Crossing):
-                    turn.told = message
+                    self._told = message
                     self._expected = (*self.calls, *message.path.calls)
                 else:
-                    self._mail.send(self._crossing(message), turn.holder)
-        return turn.told
+                    self._mail.send(self._crossing(message), self.holder)
+        return self._told
 
     def finish(self, rank: int, result: Iterable[Any]) -> bool:
         """The step is about to return: ``rank`` gets all values that are left; returns whether it is this one."""
         self.pass_to(rank, result)
         with self.paused():
-            if not self.turn.mine:
+            if self.waiting:
                 self.learn()
                 return False
             self._fetch([tensor for _, tensor in self.numbers.alive() if isinstance(tensor, Placeholder)])
@@ -160,7 +183,7 @@ class TurnTracker(Tracker):
             check_plain(tensor, "is needed by another rank")
             # 2: the tensor, and the storage object that this line makes
             shared = bool(storage_uses(tensor.untyped_storage()._cdata) > 2)
-            self.turn.elsewhere[number] = version_of(tensor), self.turn.elsewhere.get(number, (None, False))[1]
+            self._elsewhere[number] = version_of(tensor), self._elsewhere.get(number, (None, False))[1]
             entries.append(entry_of(number, tensor, shared))
             tensors[number] = tensor.detach()
         return Crossing(RunRecord(calls, tuple(entries)), tensors)
@@ -170,7 +193,7 @@ class TurnTracker(Tracker):
         wanted: dict[int, list[int]] = {}
         for tensor in tensors:
             number = self.numbers.of(tensor)
-            home = None if number is None or number in self.numbers.unfilled else self.turn.homes.get(number)
+            home = None if number is None or number in self.numbers.unfilled else self._homes.get(number)
             if number is not None and home is not None and number not in wanted.setdefault(home, []):
                 wanted[home].append(number)
         for home, numbers in wanted.items():
@@ -183,7 +206,7 @@ class TurnTracker(Tracker):
                 self.numbers.fill(number, spec.lay_out(crossing.tensors[number]).detach())
                 filled = self.numbers.find(number)
                 if filled is not None:
-                    self.turn.elsewhere[number] = version_of(filled), shared
+                    self._elsewhere[number] = version_of(filled), shared
 
     # ------------------------------------------------------------------ the tracker's own questions
 
@@ -213,7 +236,7 @@ class TurnTracker(Tracker):
             leaves = leaves_of(args, kwargs or {})
             parameters = [leaf for leaf in leaves if type(leaf) is not Tensor and isinstance(leaf, nn.Parameter)]
             if parameters and function_name(func) not in METADATA:
-                self.pass_to(self._mail.place("", parameters, self.turn.holder), leaves)
+                self.pass_to(self._mail.place("", parameters, self.holder), leaves)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -242,66 +265,3 @@ class TurnTracker(Tracker):
 
     def _all_generators(self, own: torch.Generator | None) -> list[torch.Generator]:
         return [*self._generators, *([] if own is None else [own])]
-
-
-class _Turns:
-    """Whose turn it is, and who has which value.
-
-    Args:
-        holder: the rank that has the first turn.
-        rank: this rank.
-
-    Attributes:
-        holder: the rank that has the turn.
-        begin: the number of calls before the turn.
-        told: what the rank with the turn has told; ``None`` as long as it has not.
-        homes: by number, the rank that has computed a tensor.
-        known: by rank, the numbers of the values that it got with its turn.
-        elsewhere: by number, the version of a tensor here when other ranks had the same value, and whether another
-            tensor has its memory where it comes from.
-    """
-
-    def __init__(self, holder: int, rank: int) -> None:
-        self.holder, self._rank = holder, rank
-        self.begin = 0
-        self.told: Crossing | None = None
-        self.homes: dict[int, int] = {}
-        self.known: dict[int, set[int]] = {}
-        self.elsewhere: dict[int, tuple[int | None, bool]] = {}
-
-    @property
-    def mine(self) -> bool:
-        """Whether this rank has the turn."""
-        return self.holder == self._rank
-
-    def check_changes(self, calls: Sequence[CallRecord], numbers: Numbers) -> None:
-        """At the end of this rank's turn: a value that other ranks have has changed by a call alone that names it.
-
-        Raises:
-            CutError: another tensor with its memory has changed, or one on the rank that it came from would have to.
-        """
-        told = set(_left_by(calls[self.begin :]))
-        for number, (version, shared) in [*self.elsewhere.items()]:
-            tensor = numbers.find(number)
-            if tensor is None or isinstance(tensor, Placeholder):
-                del self.elsewhere[number]
-            elif version_of(tensor) != version:
-                if shared or number not in told:
-                    raise CutError(
-                        f"tensor {number}, {tuple(tensor.shape)}, is changed in place, another tensor shares its "
-                        "memory, and they have been on different ranks.",
-                        hint="Use the out-of-place form, or .clone() one of them.",
-                    )
-                del self.elsewhere[number]
-                for known in self.known.values():
-                    known.discard(number)
-
-    def end(self, rank: int, calls: Sequence[CallRecord]) -> None:
-        """The turn is over and another rank has the next one."""
-        self.homes |= dict.fromkeys(_left_by(calls[self.begin :]), self.holder)
-        self.holder, self.begin, self.told = rank, len(calls), None
-
-
-def _left_by(calls: Sequence[CallRecord]) -> Iterator[int]:
-    """The numbers of the tensors that calls have made or changed."""
-    return (number for call in calls for number in call.numbers)
