@@ -6,9 +6,9 @@ import gc
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from lightning_pipe.torch_internals import (
     tree_leaves,
     tree_map,
 )
+
+if TYPE_CHECKING:
+    from lightning_pipe.parameters.ownership import Ownership
 
 # Functions that need no value, and do not show any.
 _NEEDS_NONE = (METADATA - {"__repr__", "__str__", "__format__"}) | AUTOGRAD
@@ -69,26 +72,11 @@ def hint_of_use(by: str) -> str:
     )
 
 
-class Home(Protocol):
-    """Knows who has which value, and the tensors of the module."""
-
-    remedy: str
-
-    def place(self, names: Sequence[str]) -> str:
-        """Which rank this is, and which ranks have some named values, in words."""
-
-    def sharing(self, tensor: Tensor) -> list[tuple[str | None, Tensor]]:
-        """What has memory in common with a tensor; parameters and buffers with their names."""
-
-    def needed(self, name: str) -> bool:
-        """Whether this rank computes with a parameter or buffer."""
-
-
 class Origin(NamedTuple):
     """What the value of an absent tensor comes from: names of parameters and buffers, in a module."""
 
     names: tuple[str, ...] = ()
-    home: Home | None = None
+    home: Ownership | None = None
 
     def error(self, what: str, hint: str | None = None) -> CutError:
         """The error for what needs the value."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import Place
@@ -17,24 +17,11 @@ from lightning_pipe.intercept.torch_functions import unique
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import storage_uses
 
+if TYPE_CHECKING:
+    from lightning_pipe.parameters.ownership import Ownership
+
 Noted = tuple[Tensor, int | None, Sequence[Tensor]]
 """A tensor before a call: its version, and what is written to as well if it changes."""
-
-
-class ParameterUse(Protocol):
-    """The module's parameters and buffers outside layers, as the interception sees them."""
-
-    def use(self, parameter: nn.Parameter, by: str = "") -> None:
-        """Note that this stage uses ``parameter`` for real, in a function; raises if this rank does not hold it."""
-
-    def holds_all(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether this rank may use some parameters."""
-
-    def run(self, module: str) -> None:
-        """Note that this stage runs an outside module."""
-
-    def name_of(self, tensor: Tensor) -> str | None:
-        """The dotted name of a parameter or buffer of the module, ``None`` for other tensors."""
 
 
 class InPlace:
@@ -46,7 +33,7 @@ class InPlace:
         partial: whether other stages run some of the layers.
     """
 
-    def __init__(self, numbers: Numbers, parameter_use: ParameterUse, *, partial: bool) -> None:
+    def __init__(self, numbers: Numbers, parameter_use: Ownership, *, partial: bool) -> None:
         self._numbers, self._parameter_use, self._partial = numbers, parameter_use, partial
         # kept, so that no other storage gets its address
         self._lent: dict[int, Any] = {}

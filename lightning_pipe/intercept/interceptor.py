@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 
 from lightning_pipe.intercept.describe import show_distributions
-from lightning_pipe.intercept.in_place import ParameterUse
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.recompute import BufferGuard
@@ -26,6 +25,9 @@ from lightning_pipe.intercept.torch_patches.encoders import padding_alike
 from lightning_pipe.intercept.torch_patches.patch import current_run, running, under_way
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
+
+if TYPE_CHECKING:
+    from lightning_pipe.parameters.ownership import Ownership
 
 _set = nn.Module.__setattr__
 
@@ -65,7 +67,7 @@ class Interceptor:
         self,
         module: nn.Module,
         layers: Sequence[tuple[str, nn.Module]],
-        parameter_use: ParameterUse,
+        parameter_use: Ownership,
         device: torch.device,
         *,
         tells: bool = True,

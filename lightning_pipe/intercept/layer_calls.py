@@ -14,7 +14,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord, Unseen
 from lightning_pipe.intercept.describe import described
 from lightning_pipe.intercept.effects import Watch
-from lightning_pipe.intercept.in_place import Noted, ParameterUse
+from lightning_pipe.intercept.in_place import Noted
 from lightning_pipe.intercept.inner_hooks import HookedParts, shown
 from lightning_pipe.intercept.kept_state import Place, in_several_pipes, is_own, written
 from lightning_pipe.intercept.layer_state import LayerState
@@ -34,6 +34,7 @@ from lightning_pipe.torch_internals import graph_nodes, tree_leaves
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
+    from lightning_pipe.parameters.ownership import Ownership
 
 
 class RunCache:
@@ -52,7 +53,7 @@ class RunCache:
         elsewhere: by layer or outside module, what its calls change outside of it, such as globals.
     """
 
-    def __init__(self, state: LayerState, parameter_use: ParameterUse, device: torch.device) -> None:
+    def __init__(self, state: LayerState, parameter_use: Ownership, device: torch.device) -> None:
         self.state, self.parameter_use, self.device = state, parameter_use, device
         self.keeping, self.records, self.hooked = set[str](), dict[str, CallRecord](), HookedParts()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from lightning_pipe.intercept.absent_tensor import check_value
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, Unseen
 from lightning_pipe.intercept.describe import described, stand_ins
 from lightning_pipe.intercept.digest import Digest
-from lightning_pipe.intercept.in_place import InPlace, ParameterUse
+from lightning_pipe.intercept.in_place import InPlace
 from lightning_pipe.intercept.numbers import NO_VIEWS, SAME_PATH, Numbers
 from lightning_pipe.intercept.placeholder import KNOWN, Placeholder, no_hook, no_value
 from lightning_pipe.intercept.random_streams import Surroundings
@@ -34,6 +34,9 @@ from lightning_pipe.intercept.torch_functions import (
 )
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import current_function_mode, pop_function_mode, push_function_mode, tree_unflatten
+
+if TYPE_CHECKING:
+    from lightning_pipe.parameters.ownership import Ownership
 
 
 class Tracker(TorchFunctionMode):
@@ -71,7 +74,7 @@ class Tracker(TorchFunctionMode):
         self,
         expected: tuple[CallRecord, ...] | None,
         isolated: Callable[..., AbstractContextManager[None]],
-        parameter_use: ParameterUse,
+        parameter_use: Ownership,
         *,
         partial: bool,
     ) -> None:
