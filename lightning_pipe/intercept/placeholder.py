@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.torch_functions import FLAT, function_name
 from lightning_pipe.tensor_spec import TensorSpec, numbered
-from lightning_pipe.torch_internals import disabled_torch_function, tree_leaves, tree_map
+from lightning_pipe.torch_internals import disabled_torch_function, tree_map
 
 _VALUES = "Do it after the last layer, or inside a layer; shapes, dtypes and devices can be read anywhere."
 _NESTED = "Use nested tensors inside layers alone, and between them a padded tensor with its lengths."
@@ -45,9 +45,15 @@ class Placeholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answer what reaches the placeholder past the tracker, inside custom functions for instance."""
+        """Answer what reaches the placeholder past the tracker: copies, and what runs inside torch.func."""
         if func._schema.is_mutable:
-            _check_followed(func, args, kwargs or {})
+            name = str(func._schema.name).removeprefix("aten::")
+            raise CutError(
+                f"'{name}' changes a tensor in place, with or for one that only another stage has, and torch does not "
+                "show such changes to this stage.",
+                hint="Use own.copy_(other), or bind the name anew: own = other; inside torch.func the out-of-place "
+                "form.",
+            )
         return shape_only(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -97,23 +103,10 @@ KNOWN: dict[str, Callable[[Placeholder], Any]] = {
 """What is known of a tensor without its value."""
 
 
-def _check_followed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise if a change in place that the tracker cannot see reaches a tensor with a value, or moves one."""
-    given = {**dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)), **kwargs}
-    written = [given.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
-    name = str(func._schema.name).removeprefix("aten::")
-    if name == "set_" or any(isinstance(t, Tensor) and not isinstance(t, Placeholder) for t in tree_leaves(written)):
-        raise CutError(
-            f"'{name}' changes a tensor in place, with or for one that only another stage has, and torch does not show "
-            "such changes to this stage.",
-            hint="Use own.copy_(other), or bind the name anew: own = other; inside torch.func the out-of-place form.",
-        )
-
-
 def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call ``func`` for the shape, dtype and device of its result alone; tensors come back as placeholders.
 
-    An argument that ``func`` changes in place is returned as the same object, as torch does.
+    An argument that ``func`` returns is returned as the same object, as torch does.
     """
     originals: dict[int, Tensor] = {}
 
@@ -128,15 +121,8 @@ def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         if not isinstance(value, Tensor):
             return value
         original = originals.get(id(value))
-        if original is None or original.device != device:  # where it is itself, the same object must come back
-            return Placeholder.of(TensorSpec.of(value), device)
-        if (original.shape, original.stride()) != (value.shape, value.stride()):
-            raise CutError(
-                f"'{function_name(func)}' changes the shape or strides of a tensor in place that only another stage "
-                "has.",
-                hint="Use the out-of-place form.",
-            )
-        return original
+        same = original is not None and original.device == device
+        return original if same else Placeholder.of(TensorSpec.of(value), device)
 
     meta_args, meta_kwargs = tree_map(to_meta, (args, dict(kwargs)))
     given = sorted(originals.values(), key=lambda tensor: not isinstance(tensor, Placeholder))
