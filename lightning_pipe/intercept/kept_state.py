@@ -16,8 +16,6 @@ from lightning_pipe.intercept.tensor_state import same_values
 from lightning_pipe.intercept.user_objects import inside
 from lightning_pipe.torch_internals import DisableTorchFunction
 
-_PLAIN = (bool, int, float, complex, str, bytes, bytearray, np.ndarray, type(None))
-
 Place = tuple[str, str]
 """The path from a module to a part of it, and the name of an attribute or buffer there."""
 Key = tuple[nn.Module, str]
@@ -72,11 +70,6 @@ def in_several_pipes(changed: str, who: str = "the step") -> CutError:
 def is_data(name: str) -> bool:
     """Whether an attribute of this name is neither a part of how a module is built nor one of its buffers."""
     return is_compared(name) and name not in ("forward", "_buffers")
-
-
-def is_state(value: Any) -> bool:
-    """Whether a value is a number, a list, an object of the user's: something that a module may keep of its calls."""
-    return isinstance(value, _PLAIN) or inside(value) is not None
 
 
 def is_own(module: nn.Module) -> bool:

@@ -21,15 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.kept_state import is_data, is_own, is_state
+from lightning_pipe.intercept.kept_state import is_data, is_own
 from lightning_pipe.intercept.numbers import set_attributes
 from lightning_pipe.intercept.user_objects import LARGE, inside, is_users, values_in, walk
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.layer_state import LayerState
 
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, np.ndarray, type(None))
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 Label = tuple[str, str]
 """Where a value is: the path to a part and an attribute of it; else, in angle brackets, the place and a name there."""
@@ -85,7 +87,7 @@ class References:
 
     def _note(self, function: types.FunctionType, name: str, read: Callable[[], Any]) -> None:
         value = read()
-        if _is_compared(value):
+        if is_state(value):
             self._globals[f"<{function.__module__}>", name] = read
         if not isinstance(value, types.FunctionType) or name in function.__code__.co_freevars:
             self._follow(value)
@@ -109,10 +111,10 @@ class References:
         for number, tensor in enumerate(self._given):
             yield from ((("<given>", f"{number}.{name}"), value) for name, value in set_attributes(tensor).items())
         for part, path in self._own.items():
-            yield from (((path, name), value) for name, value in self._attributes(part) if _is_compared(value))
+            yield from (((path, name), value) for name, value in self._attributes(part) if is_state(value))
             # what its class has is no attribute of the module: calls on other ranks may change that
             of_class = {name: getattr(type(part), name, None) for name in self._names if is_own(part) and is_data(name)}
-            for name in sorted(name for name, value in of_class.items() if value is not None and _is_compared(value)):
+            for name in sorted(name for name, value in of_class.items() if value is not None and is_state(value)):
                 yield (f"<{type(part).__qualname__}>", name), of_class[name]
         for number, part in enumerate(each for each in self.reached if not self._state.same_stage(self._name, each)):
             computing = part in self._state.root_of
@@ -121,7 +123,7 @@ class References:
                 *self._attributes(part),
                 *((n, each) for n, each in tensors.items() if n in self._names),
             ):
-                if _is_compared(value) or (type(value) is Tensor and not computing):
+                if is_state(value) or (type(value) is Tensor and not computing):
                     yield (f"<{number}>", name), value
 
     def _attributes(self, part: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -133,9 +135,13 @@ class References:
                     yield name, value if held is None or len(held) <= LARGE else len(held)
 
 
-def _is_compared(value: Any) -> bool:
-    """Whether a value says the same on all stages, unless it changes: parameters each has for its own layers."""
-    return is_state(value) and not any(isinstance(each, nn.Parameter) for each in values_in(value))
+def is_state(value: Any) -> bool:
+    """Whether a value is a number, a container or an object of the user's, which all stages have until it changes.
+
+    Parameters each has for its own layers.
+    """
+    held = isinstance(value, _PLAIN) or inside(value) is not None
+    return held and not any(isinstance(each, nn.Parameter) for each in values_in(value))
 
 
 def leads_to(value: Any) -> Iterator[Any]:

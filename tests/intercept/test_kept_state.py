@@ -11,17 +11,13 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.intercept.kept_state import alike, is_own, is_state, written
+from lightning_pipe.intercept.kept_state import alike, is_own, written
 
 
 class Memory:
     def __init__(self, **held: Any) -> None:
         self.calls = 0
         vars(self).update(held)
-
-
-class Slots:
-    __slots__ = ("calls",)
 
 
 ALIKE: list[tuple[Any, Any, bool]] = [
@@ -53,16 +49,6 @@ def test_what_holds_itself_is_compared() -> None:
     one.append(one)
     other.append(other)
     assert alike(one, other)
-
-
-@pytest.mark.parametrize("value", [1, "a", None, [1], {"a": 1}, {1}, np.ones(1), Memory(), Slots()])
-def test_numbers_containers_and_objects_may_be_kept(value: Any) -> None:
-    assert is_state(value)
-
-
-@pytest.mark.parametrize("value", [torch.ones(1), nn.Identity(), print, Memory])
-def test_tensors_modules_and_functions_are_no_such_values(value: Any) -> None:
-    assert not is_state(value)
 
 
 def test_modules_of_libraries_are_known() -> None:

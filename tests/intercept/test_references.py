@@ -7,11 +7,12 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.references import References, leads_to
+from lightning_pipe.intercept.references import References, is_state, leads_to
 
 GAIN = 2.0
 SEEN = list[float]()
@@ -107,3 +108,21 @@ def test_modules_are_found_behind_what_leads_to_them(refer: str) -> None:
         "closure": lambda: owner,
     }
     assert owner in [*leads_to(ways[refer])]
+
+
+class Memory:
+    calls = 0
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+
+@pytest.mark.parametrize("value", [1, "a", None, [1], {"a": 1}, {1}, np.ones(1), Memory(), SimpleNamespace(), Slots()])
+def test_numbers_containers_and_objects_may_be_kept(value: Any) -> None:
+    assert is_state(value)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), nn.Identity(), print, Memory])
+def test_tensors_modules_and_functions_are_no_such_values(value: Any) -> None:
+    assert not is_state(value)
