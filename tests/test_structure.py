@@ -17,7 +17,7 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 580}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 6515,
+    "intercept": 6382,
     "trainer": 5730,
     "engine": 3365,
     "schedules": 3080,
@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 272, 108, 28
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 268, 108, 28
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""
