@@ -69,23 +69,16 @@ def check_portable(changes: Iterable[Change]) -> None:
                 pickle.dumps(change.value)
         except CutError as error:
             raise CutError(
-                f"the step sets `self.{name_of(change)}` to a tensor that an earlier stage has and did not send: in "
+                f"the step sets `{change.written}` to a tensor that an earlier stage has and did not send: in "
                 "earlier batches of this shape nothing kept or used it.",
-                hint=f"Set `self.{name_of(change)}` in every batch, or to a value: float(…).",
+                hint=f"Set `{change.written}` in every batch, or to a value: float(…).",
             ) from error
         except Exception as error:
             raise CutError(
-                f"the step sets `self.{name_of(change)}` to something that cannot be pickled, so other ranks cannot "
-                "have it.",
+                f"the step sets `{change.written}` to something that cannot be pickled, so other ranks cannot have it.",
                 hint="Set it outside of the step, on all ranks; under a Trainer in a hook such as setup or "
                 "on_train_batch_start.",
             ) from error
-
-
-def name_of(change: Change) -> str:
-    """The attribute that has changed, as code writes it behind ``self.``; keys in the place of brackets."""
-    module, *steps = change.path
-    return ".".join([*([module] if module else []), *(str(key) for key in steps if key not in (None, "_buffers"))])
 
 
 def _apply(owner: Any, change: Change) -> None:

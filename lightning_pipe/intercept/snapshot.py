@@ -40,6 +40,11 @@ class Change(NamedTuple):
     path: Path
     value: Any = None
 
+    @property
+    def written(self) -> str:
+        """What has changed, as code writes it; keys in the place of brackets."""
+        return ".".join(["self", *(str(key) for key in self.path if key not in (None, "", "_buffers"))])
+
 
 def items_of(owner: Any) -> Any:
     """Where an object has what a step of a path leads to: in itself, or in its attributes."""

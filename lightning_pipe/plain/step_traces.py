@@ -18,7 +18,7 @@ from lightning_pipe.engine.first_batch.trial_runs import is_alone
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.kept_state import in_several_pipes
-from lightning_pipe.intercept.module_state import apply, check_portable, name_of
+from lightning_pipe.intercept.module_state import apply, check_portable
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.intercept.torch_patches.patch import current_run
@@ -205,7 +205,7 @@ class StepTraces:
                 traces.before += [kept, *others.values()] if may_repeat else ()
             finally:
                 for change in kept.changes() if complete and several_complete else ():  # which other ranks do not see
-                    raise in_several_pipes(f"self.{name_of(change)}")
+                    raise in_several_pipes(change.written)
                 if not complete:
                     # (a recomputation is put back once more around it, and its graph holds the tensors of now)
                     kept.undo(for_now=again and not is_alone())

@@ -12,7 +12,6 @@ from lightning_pipe.batches.outputs import losses_on_host
 from lightning_pipe.engine.pipeline import Pipeline
 from lightning_pipe.errors import ConfigurationError, CutError, RepeatedRunError
 from lightning_pipe.intercept.digest import GivenOtherValuesError
-from lightning_pipe.intercept.module_state import name_of
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.plain.step_traces import StepTraces, TracesOfBatch
@@ -103,7 +102,7 @@ class UserStep:
         try:
             yield before
         except GivenOtherValuesError as error:
-            own = [] if before is None else [f"self.{name_of(change)}" for change in before.changes()]
+            own = [] if before is None else [change.written for change in before.changes()]
             raise error.naming([*own, *self.traces.of_layers.changed()]) from None
         finally:
             self.world.local = False

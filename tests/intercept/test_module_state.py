@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.layer_state import LayerState
-from lightning_pipe.intercept.module_state import apply, check_portable, name_of
+from lightning_pipe.intercept.module_state import apply, check_portable
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 
 
@@ -131,7 +131,7 @@ def test_views_of_tensors_on_the_other_side_stay_views(module: Module) -> None:
 
 def test_changes_are_named_as_code_writes_them() -> None:
     buffer = Change("set", ("layers.1", "_buffers", "t"), 1.0)
-    assert name_of(buffer) == "layers.1.t"
-    assert name_of(Change("set", ("", "scale"), 1.0)) == "scale"
+    assert buffer.written == "self.layers.1.t"
+    assert Change("set", ("", "scale"), 1.0).written == "self.scale"
     with pytest.raises(CutError, match=r"`self\.layers\.1\.t`"):
         check_portable([Change("set", ("layers.1", "t"), lambda: None)])
