@@ -223,7 +223,8 @@ def _lose(tensor: Tensor, name: str, origin: Origin) -> None:
         if alias is not None and origin.home is not None and origin.home.needed(alias):
             raise origin.error(f"{what}, and this rank computes with '{alias}'", _ONE_DEVICE)
     lost = {id(each): each for each in (tensor, *(each for _, each in sharing))}
-    if not sharing and _is_shared(tensor):
+    # two uses: the tensor's, and the one asked
+    if not sharing and tensor.layout is torch.strided and storage_uses(tensor.untyped_storage()._cdata) > 2:
         raise origin.error(
             f"{what}, and it shares its memory with others that no attribute of the module or of a callback leads to",
             "Keep copies of weights as attributes, or use Lightning's callback EMAWeightAveraging.",
@@ -235,13 +236,6 @@ def _lose(tensor: Tensor, name: str, origin: Origin) -> None:
             exchange(each, AbsentTensor.like(each, own))
         except RuntimeError as error:
             raise origin.error(f"{what}, and a graph or another object refers to it", _ONE_DEVICE) from error
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether other tensors have the same memory."""
-    if tensor.layout is not torch.strided:
-        return False
-    return bool(storage_uses(tensor.untyped_storage()._cdata) > 2)  # the tensor's, and the one asked
 
 
 def _like(shaped: Tensor, sample: Tensor, origin: Origin) -> AbsentTensor:

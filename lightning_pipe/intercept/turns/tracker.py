@@ -100,7 +100,8 @@ class TurnTracker(Tracker):
     def _tell(self, rank: int, given: Iterable[Any]) -> None:
         """Tell all others what this rank has done in its turn."""
         self._check_changes()
-        numbers = {number for each in given if isinstance(each, Tensor) and (number := self._real(each)) is not None}
+        here = [each for each in given if isinstance(each, Tensor) and not isinstance(each, Placeholder | nn.Parameter)]
+        numbers = {number for each in here if (number := self.numbers.of(each)) is not None}
         known = self._known.setdefault(rank, set())
         calls = tuple(self.calls[self._begin :])
         for peer in (each for each in range(self._mail.ranks) if each != self._mail.rank):
@@ -165,10 +166,6 @@ class TurnTracker(Tracker):
         return True
 
     # ------------------------------------------------------------------ values
-
-    def _real(self, tensor: Tensor) -> int | None:
-        """The number of a tensor whose value is here."""
-        return None if isinstance(tensor, (Placeholder, nn.Parameter)) else self.numbers.of(tensor)
 
     def _crossing(self, numbers: Iterable[int], calls: tuple[CallRecord, ...] = ()) -> Crossing:
         """Some calls, and the values of some tensors, to be sent."""
