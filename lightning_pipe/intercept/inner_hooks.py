@@ -13,35 +13,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.intercept.call_record import CallRecord, Unseen
 from lightning_pipe.intercept.describe import described
 from lightning_pipe.intercept.tracker import Tracker
-from lightning_pipe.torch_internals import is_compiled, tree_map
+from lightning_pipe.torch_internals import tree_map
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.layer_calls import LayerCalls
 
 Parts = Sequence[tuple[str, nn.Module]]
-
-
-class HookedParts:
-    """Finds the parts of layers and outside modules that have forward hooks."""
-
-    def __init__(self) -> None:
-        self._registered, self._found = -1, dict[int, Parts]()
-
-    def of(self, module: nn.Module) -> Parts:
-        """The parts with hooks, by their paths; none of compiled code, which a hook would interrupt."""
-        if RemovableHandle.next_id != self._registered:  # torch counts all hooks that are registered
-            self._registered, self._found = RemovableHandle.next_id, {}
-        found = self._found.get(id(module))
-        if found is None:
-            parts = [(path, part) for path, part in module.named_modules() if path and part._forward_hooks]
-            compiled = parts and any(map(is_compiled, module.modules()))
-            found = self._found[id(module)] = [] if compiled else parts
-        return found
 
 
 @contextmanager

@@ -9,13 +9,14 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord, Unseen
 from lightning_pipe.intercept.describe import described
 from lightning_pipe.intercept.effects import Watch
 from lightning_pipe.intercept.in_place import Noted
-from lightning_pipe.intercept.inner_hooks import HookedParts, shown
+from lightning_pipe.intercept.inner_hooks import Parts, shown
 from lightning_pipe.intercept.kept_state import Place, in_several_pipes, is_own, written
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.layer_tensors import IN_A_HOOK, changed_elsewhere, check_not_shared
@@ -30,7 +31,7 @@ from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.local_parts import local
 from lightning_pipe.skip import SkipKey, StepStore
 from lightning_pipe.tensor_spec import TensorSpec
-from lightning_pipe.torch_internals import graph_nodes, tree_leaves
+from lightning_pipe.torch_internals import graph_nodes, is_compiled, tree_leaves
 
 if TYPE_CHECKING:
     from lightning_pipe.intercept.stage_run import StageRun
@@ -49,14 +50,25 @@ class RunCache:
         state, parameter_use, device: as given.
         keeping: the layers and outside modules that have been seen to keep tensors as attributes.
         records: the last record of each layer.
-        hooked: which parts of modules have forward hooks.
         elsewhere: by layer or outside module, what its calls change outside of it, such as globals.
     """
 
     def __init__(self, state: LayerState, parameter_use: Ownership, device: torch.device) -> None:
         self.state, self.parameter_use, self.device = state, parameter_use, device
-        self.keeping, self.records, self.hooked = set[str](), dict[str, CallRecord](), HookedParts()
+        self.keeping, self.records = set[str](), dict[str, CallRecord]()
         self.elsewhere: defaultdict[str, dict[Label, None]] = defaultdict(dict)
+        self._registered, self._hooked = -1, dict[int, Parts]()
+
+    def hooked(self, module: nn.Module) -> Parts:
+        """The parts of a module that have forward hooks, by paths; none of compiled code, which a hook would interrupt."""
+        if RemovableHandle.next_id != self._registered:  # torch counts all hooks that are registered
+            self._registered, self._hooked = RemovableHandle.next_id, {}
+        found = self._hooked.get(id(module))
+        if found is None:
+            parts = [(path, part) for path, part in module.named_modules() if path and part._forward_hooks]
+            compiled = parts and any(map(is_compiled, module.modules()))
+            found = self._hooked[id(module)] = [] if compiled else parts
+        return found
 
 
 class LayerCalls:
@@ -118,7 +130,7 @@ class LayerCalls:
                 if self._others or self._again:
                     self._begin(name, module, () if plain else given, arguments)
                 values = [copy_of(local(p)) for p in module.parameters()] if self._again and self._references else []
-                hooked = cache.hooked.of(module)
+                hooked = cache.hooked(module)
                 start = graph_nodes()
                 if hooked:
                     with shown(self, name, hooked, arguments):
