@@ -111,8 +111,7 @@ class Watch:
             effects: those of the call.
             leaves: those of its arguments.
         """
-        numbers = [effect.where for effect in effects if effect.state is not None]
-        changed = [self._objects[number] for number in numbers if isinstance(number, int)]
+        changed = [self._objects[at] for at, state in effects if state is not None and isinstance(at, int)]
         before = {id(each) for each in self._objects}
         return {id(each): each for each in (*changed, *(new for new in objects_of(leaves) if id(new) not in before))}
 

@@ -290,7 +290,10 @@ class LayerState:
         counts = not is_recomputing()  # of a second or trial run nothing is to come
         thorough = counts and run.tracker.digest.thorough and run.stage_here == len(self._places[1]) - 1
         held = held_by(self) if thorough else None
-        hidden = put_all({key: self._absent(*key, now(*key)) for key in self._of_others(run)})
+        # what the other stages of this rank keep: they may be ahead, or behind
+        own = run.stage_here
+        others = [] if own is None else [key for key in self._known if self._run_here.get(key[0], own) != own]
+        hidden = put_all({key: self._absent(*key, now(*key)) for key in others})
         self.set_by_run = {}
         complete = False
         try:
@@ -311,11 +314,6 @@ class LayerState:
             raise in_several_pipes(self.written(*key))
         if complete and held is not None:
             check_held(held, self)
-
-    def _of_others(self, run: StageRun) -> list[Key]:
-        """What the other stages of this rank keep: they may be ahead, or behind."""
-        stage = run.stage_here
-        return [] if stage is None else [key for key in self._known if self._run_here.get(key[0], stage) != stage]
 
     # ------------------------------------------------------------------ batches
 

@@ -82,12 +82,10 @@ class SkippedLayers:
                 tracker.in_place.keep(owner)
         # Of which this rank has a value: they may have changed in place where the layer runs, as those of a static
         # key-value cache do, and are to be asked for again.
-        old = [(number, tracker.numbers.find(number)) for number in call.new_numbers]
-        values = [
-            (number, tensor) for number, tensor in old if not isinstance(tensor, Placeholder | nn.Parameter | None)
-        ]
-        tracker.in_place.forget([tensor for _, tensor in values], name)
-        for number, tensor in values:
+        old = {number: tensor for number in call.new_numbers if (tensor := tracker.numbers.find(number)) is not None}
+        values = {n: each for n, each in old.items() if not isinstance(each, Placeholder | nn.Parameter)}
+        tracker.in_place.forget([*values.values()], name)
+        for number, tensor in values.items():
             tracker.numbers.bind(tensor, number)
         leaves, new = self._leaves(call, arguments)
         tracker.follow([*written, *new], call)

@@ -36,13 +36,8 @@ def called_within(function: str, name: str) -> CutError:
     )
 
 
-def _is_internal(cls: type[Function]) -> bool:
-    """Whether a Function is torch's or the engine's own: checkpoints, hooks, compiled code."""
-    return cls.__module__.partition(".")[0] in ("torch", "lightning_pipe")
-
-
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    run, apply, name = current_run(), super(_below, cls).apply, f"{cls.__name__}.apply"
+    run, apply = current_run(), super(_below, cls).apply
     outside = run is None or not (run.surroundings.inside or run.tracker.function)
     if cls is CheckpointFunction and run is not None and outside:
         raise CutError(
@@ -50,11 +45,11 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
             "none would come back over a cut.",
             hint="Use use_reentrant=False; inside layers both work.",
         )
-    if _is_internal(cls) or not outside:
+    if not outside or cls.__module__.partition(".")[0] in ("torch", "lightning_pipe"):  # hooks, compiled code
         return apply(*args, **kwargs)
     if run is None:
         return run_again(apply, args, kwargs)
-    tracker, leaves = run.tracker, leaves_of(args, kwargs)
+    tracker, leaves, name = run.tracker, leaves_of(args, kwargs), f"{cls.__name__}.apply"
     if any(isinstance(leaf, Tensor) and tracker.numbers.derived(leaf) for leaf in leaves):
         return tracker.call_function(name, apply, args, kwargs)
     # all stages have what it is given, and do the same; a checkpoint enters one stream for it when it runs again
