@@ -80,8 +80,7 @@ class Origin(NamedTuple):
 
     def error(self, what: str, hint: str | None = None) -> CutError:
         """The error for what needs the value."""
-        known = self.names and self.home is not None
-        where = self.home.place(self.names) if known and self.home is not None else "another rank has its value"
+        where = self.home.place(self.names) if self.names and self.home is not None else "another rank has its value"
         remedy = IN_HOOKS if self.home is None else self.home.remedy
         return CutError(f"{what}: {where}.", hint=hint or remedy)
 

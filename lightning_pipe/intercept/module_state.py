@@ -89,14 +89,12 @@ def _apply(owner: Any, change: Change) -> None:
         target.pop(key, None)
     elif change.kind == "fill" and type(_now(target, key)) is type(change.value):
         refill(target[key], change.value)  # others may hold it, too
+    elif isinstance(change.value, Tensor) and _fits(_now(target, key), change.value):
+        # in place: optimizers, callbacks and views refer to the tensor
+        with torch.no_grad():
+            target[key].copy_(change.value)
     else:
-        value = change.value
-        if isinstance(value, Tensor) and _fits(_now(target, key), value):
-            # in place: optimizers, callbacks and views refer to the tensor
-            with torch.no_grad():
-                target[key].copy_(value)
-        else:
-            target[key] = value
+        target[key] = change.value
 
 
 def _now(target: Any, key: Any) -> Any:
