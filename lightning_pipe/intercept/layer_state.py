@@ -375,9 +375,8 @@ class LayerState:
             ):
                 continue
             with suppress(Exception):  # what cannot be sent stays absent
-                own[self._path((part, attribute))] = pickle.dumps(
-                    value.detach().cpu() if isinstance(value, Tensor) else value
-                )
+                value = value.detach().cpu() if isinstance(value, Tensor) else value
+                own[self._path((part, attribute))] = pickle.dumps(value)
         for theirs in gather(own):
             for (name, attribute), data in theirs.items():
                 if isinstance(vars(self.modules[name]).get(attribute), AbsentValue):

@@ -56,6 +56,8 @@ def test_follows_the_module(linear: nn.Linear) -> None:
     assert isinstance(linear.double().weight, AbsentTensor)
     assert linear.weight.dtype is torch.float64
     assert isinstance(copy.deepcopy(linear).weight, AbsentTensor)
+    one, other = copy.deepcopy([linear.weight, linear.weight])
+    assert one is other, "tied parameters stay tied"
     assert isinstance(linear.state_dict()["weight"], AbsentTensor)
     linear.load_state_dict({"weight": torch.ones(4, 3), "bias": torch.ones(4)})
     assert isinstance(linear.weight, AbsentTensor)
