@@ -175,6 +175,8 @@ class Tracker(TorchFunctionMode):
                 )
             if known is not None:
                 self.used.add(known)
+            elif plain and tensor.requires_grad and tensor.is_leaf:
+                self._parameter_use.use(tensor, name)
             elif self.partial and not new and tensor.grad_fn is not None and self._made_inside(tensor.grad_fn):
                 raise CutError(
                     f"'{name}' uses a tensor {tuple(tensor.shape)} {tensor.dtype} that left a layer otherwise than by "

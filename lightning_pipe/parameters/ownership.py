@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -82,6 +83,7 @@ class Ownership:
         remedy: what messages advise whoever asks for a value of another rank.
         used: the parameters outside the sequence that this rank has used, and with a dot the modules that it has run.
         elsewhere: objects that may keep copies of parameters and buffers.
+        unknown: by ``id`` leaves of the graph that this rank has used and the module does not have, while they last.
     """
 
     def __init__(
@@ -98,14 +100,18 @@ class Ownership:
         self.users_known = False
         self.remedy = IN_HOOKS
         self.elsewhere: Sequence[object] = (module,)
+        self.unknown = WeakValueDictionary[int, Tensor]()
         self.used: set[str] = set() if before is None else before.used
         self._module, self._layers, self._layer_ranks = module, list(layers), list(layer_ranks)
         self._everyone, self._loss_ranks = tuple(range(len(rank_names))), loss_ranks
         self._held: dict[str, _Held] = {}  # the same object for all names of a tensor
         self._names: dict[int, tuple[Tensor, str]] = {}  # with the tensor, so that its ``id`` stays its own
         self._fill()
-        if before is not None:
-            self._inherit(before)
+        if before is not None:  # it has learnt about tensors outside the layers
+            for name, tensor in named_tensors(module):
+                known, held = before.known_name(tensor), self._held[name]
+                if known is not None and not held.in_layers_alone:
+                    held.owners = before.owners(known)
 
     def _fill(self) -> None:
         """Find the holders of what the layers own; the rest is held everywhere for now."""
@@ -126,13 +132,6 @@ class Ownership:
         """Take up a name of a tensor; ``new`` if none of its names is known."""
         first = self._names.setdefault(id(tensor), (tensor, name))[1]
         self._held.setdefault(name, self._held.get(first, new))
-
-    def _inherit(self, before: Ownership) -> None:
-        """Take over what an earlier division of the same module has learnt about tensors outside the layers."""
-        for name, tensor in named_tensors(self._module):
-            known, held = before.known_name(tensor), self._held[name]
-            if known is not None and not held.in_layers_alone:
-                held.owners = before.owners(known)
 
     # ------------------------------------------------------------------ questions
 
@@ -177,8 +176,8 @@ class Ownership:
 
     # ------------------------------------------------------------------ what the tracker asks
 
-    def use(self, parameter: nn.Parameter, by: str = "") -> None:
-        """Note that code outside layers uses ``parameter`` on this rank, in a function of torch.
+    def use(self, parameter: Tensor, by: str = "") -> None:
+        """Note that code outside layers uses a parameter, or another leaf of the graph, in a function of torch.
 
         Raises:
             CutError: another rank holds it.
@@ -190,7 +189,8 @@ class Ownership:
                 "computed from parameters which other ranks hold.",
                 hint="Compute it inside the layer that has the parameters, and return it from there.",
             )
-        # A parameter that the module does not own is on every rank that made it.
+        if name is None:  # it is on every rank that made it
+            self.unknown[id(parameter)] = parameter
         if name is None or name in self.used:
             return
         if is_absent(parameter) and self.holds(name):

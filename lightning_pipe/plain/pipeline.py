@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain, islice
 from os import PathLike
 from typing import Any
@@ -55,7 +56,6 @@ from lightning_pipe.transport.arrangement import arrange, open_transport, topolo
 
 _DIVIDED: WeakSet[nn.Module] = WeakSet()
 """The models of pipelines with all their parts."""
-_ANEW = "After an error start the processes anew, from the last checkpoint."
 
 
 class Pipeline:
@@ -134,26 +134,24 @@ class Pipeline:
         self._seed = transport.broadcast_object(torch.initial_seed(), 0, tuple(range(world_size)))
         initialise_meta(model, self._seed)
         check_all_set(model)
-        self._engine = Engine(
+        engine = self._engine = Engine(
             *(model, found, counts, family, transport),
             recompute=recompute,
             deferred_batch_norm=deferred_batch_norm,
             passes=passes,
         )
-        if not self._engine.synchronous:
+        if not engine.synchronous:
             raise ConfigurationError(
                 f"Schedule {family.name!r} leaves batches under way when the optimizer steps: after a call the "
                 "gradients of its batch are not there.",
                 hint='Use one with a flush, such as "1f1b", or Trainer(strategy=PipeStrategy(…)).',
             )
         _DIVIDED.update(model.modules())
-        self._engine.partition()
+        engine.partition()
         model.to(place)
-        self._engine.synchronize()
-        self._step = SharedStep(self._engine)
-        self._splitter = BatchSplitter(
-            self._engine, micro_batches, split_batch, loss_weight, compare_losses=compare_losses
-        )
+        engine.synchronize()
+        self._step = SharedStep(engine)
+        self._splitter = BatchSplitter(engine, micro_batches, split_batch, loss_weight, compare_losses=compare_losses)
         self._calls, self._in_turns = 0, False
         self._barred: tuple[str, str] | None = None  # why nothing can be called, and what to do
         if world_size > 1:
@@ -206,7 +204,10 @@ class Pipeline:
         engine = self._engine
         with self._at_work("train()"):
             (batch,) = shared(None if batch is None else [batch], engine)
-            parts, factor, seed = self._splitter.split(batch), self._scale(scaler), mix(self._seed, self._calls)
+            if scaler is not None and "_unscale_grads_" not in vars(scaler):  # it decides for all ranks at once then
+                vars(scaler)["_unscale_grads_"] = unscaling_together(scaler._unscale_grads_, engine)
+            factor = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self.device)))
+            parts, seed = self._splitter.split(batch), mix(self._seed, self._calls)
 
             def trained(run: Callable[[int, Any], Any]) -> dict[int, Any]:
                 nonlocal parts
@@ -217,6 +218,7 @@ class Pipeline:
 
             with withheld_gradients(list(engine.module.parameters())) as withheld:
                 outputs = self._step.run(step, trained, len(parts.parts))
+            self._check_unknown([each for each in engine.ownership.unknown.values() if each.grad is not None])
             output = of_batch(outputs, parts, withheld, self.device)
             loss = loss_of(output)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -240,19 +242,14 @@ class Pipeline:
         size = 4 * self._engine.transport.topology.ranks
         with self._at_work("evaluate()"), torch.no_grad():
             while group := shared(None if batches is None else [*islice(batches, size)], self._engine):
-                outputs = self._evaluated(step, group, mix(self._seed, self._calls, len(results)))
+                seed, turns = mix(self._seed, self._calls, len(results)), self._in_turns
+                call = partial(self._engine.evaluate, parts=group, seed=seed)
+                outputs = self._step.run(step, partial(call, turns=turns), len(group), may_repeat=not turns)
+                if len(outputs) < len(group):
+                    self._in_turns = True
+                    outputs = self._step.run(step, partial(call, turns=True), len(group))
                 results += [outputs[index] for index in range(len(group))]
         return results
-
-    def _evaluated(self, step: Step, group: list[Any], seed: int) -> dict[int, Any]:
-        """What the step returned for each of some batches."""
-        engine, number = self._engine, len(group)
-        if not self._in_turns:
-            outputs = self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed), number, may_repeat=True)
-            self._in_turns = len(outputs) < number
-            if not self._in_turns:
-                return outputs
-        return self._step.run(step, lambda run: engine.evaluate(run, group, seed=seed, turns=True), number)
 
     # ------------------------------------------------------------------ gradients and state
 
@@ -302,22 +299,25 @@ class Pipeline:
             self._barred = None
         except BaseException as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            ended = f"after an error ({reason}), which has ended this pipeline", _ANEW
+            hint = "After an error start the processes anew, from the last checkpoint."
+            ended = f"after an error ({reason}), which has ended this pipeline", hint
             self._barred = ended if self._engine.transport.topology.world_size > 1 else None  # one waits for nobody
             raise
+
+    def _check_unknown(self, trained: Sequence[Tensor]) -> None:
+        """Raise where something is trained that the division does not know: each process has a gradient of its own."""
+        if trained and self._engine.transport.topology.world_size > 1:
+            raise ConfigurationError(
+                f"The step trains a parameter of shape {tuple(trained[0].shape)} that is no part of "
+                f"{type(self._engine.module).__name__}: processes have different gradients of it, or none.",
+                hint="Make it a part of the model before Pipeline(…), as in `model.head = head`; what is not to be "
+                "trained needs requires_grad_(False).",
+            )
 
     def _close(self) -> None:
         """At the end of the process, which groups and threads must not outlive; after an error nobody waits."""
         if self._barred is None:
             self._engine.transport.close()
-
-    def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
-        """The factor of a gradient scaler, which decides for all ranks at once from now on."""
-        if scaler is None:
-            return 1.0
-        if "_unscale_grads_" not in vars(scaler):
-            vars(scaler)["_unscale_grads_"] = unscaling_together(scaler._unscale_grads_, self._engine)
-        return float(scaler.scale(torch.ones((), device=self.device)))
 
 
 def _world_size() -> int:
@@ -328,8 +328,7 @@ def _world_size() -> int:
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked > 1:
+    if (asked := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigurationError(
             f"This is one of {asked} processes (WORLD_SIZE), and there is no process group to connect them.",
             hint="Call torch.distributed.init_process_group() before Pipeline(…); Fabric.launch() does so.",

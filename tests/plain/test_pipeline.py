@@ -408,6 +408,47 @@ def test_a_step_with_several_pipes_changes_no_attribute(found: Found) -> None:
         assert loss == pytest.approx(nn.functional.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]).item())
 
 
+REPLICAS = {"stages": 2, "pipeline_parallel_size": 1, "data_parallel_size": 2}
+
+
+def with_a_head(process: int, head: str, **options: Any) -> str:
+    """The loss of a step with parameters that are no part of the model, or what it says of them."""
+    model, scale = net(), torch.zeros((), dtype=torch.float64, requires_grad=True)
+    linear, frozen, average, model.head = (nn.Linear(6, 1).double() for _ in range(4))
+    frozen.requires_grad_(False)
+    pipeline = Pipeline(model, **UNCOMPARED, micro_batches=2, **options)
+
+    def step(part: tuple[Tensor, Tensor]) -> Tensor:
+        h = model(part[0])
+        with torch.no_grad():
+            target = average(h)
+        loss = (model.head(h) + frozen(h) - target).square().mean() + 0 * nn.Linear(6, 1).double()(h).mean()
+        return loss * torch.exp(scale) if head == "number" else linear(h).mean() + loss if head == "module" else loss
+
+    try:
+        return f"{pipeline.train(step, batches(1)[0]):.6f}"
+    except ConfigurationError as error:
+        return str(error)
+
+
+CALLS["a module outside"] = partial(with_a_head, head="module")
+CALLS["a number outside"] = partial(with_a_head, head="number", schedule="chimera")
+CALLS["a module outside, replicas"] = partial(with_a_head, head="module", **REPLICAS)
+CALLS["none outside"] = partial(with_a_head, head="none", schedule="chimera")
+
+
+@pytest.mark.parametrize("head", ["a module outside", "a number outside", "a module outside, replicas"])
+def test_parameters_outside_the_model_are_not_trained(head: str, found: Found) -> None:
+    told = [text for text in found[head] if "no part of Net" in text]
+    assert len(told) == (1 if head == "a module outside" else 2)  # those that compute with them
+    assert all("part of the model before" in text for text in told)
+
+
+def test_what_is_not_trained_may_be_outside_the_model(found: Found) -> None:
+    assert found["none outside"] == [with_a_head(0, "none", stages=2)] * 2
+    assert with_a_head(0, "module", stages=2)[-1].isdigit()  # one process has all of them
+
+
 # ---------------------------------------------------------------------- models and steps of other kinds
 
 
