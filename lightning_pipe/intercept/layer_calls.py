@@ -60,7 +60,7 @@ class RunCache:
         self._registered, self._hooked = -1, dict[int, Parts]()
 
     def hooked(self, module: nn.Module) -> Parts:
-        """The parts of a module that have forward hooks, by paths; none of compiled code, which a hook would interrupt."""
+        """The parts with forward hooks in a module, by paths; none of compiled code, which a hook would interrupt."""
         if RemovableHandle.next_id != self._registered:  # torch counts all hooks that are registered
             self._registered, self._hooked = RemovableHandle.next_id, {}
         found = self._hooked.get(id(module))

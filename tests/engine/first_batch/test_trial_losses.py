@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -344,7 +345,7 @@ def test_the_look_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
             return tensor[None]
         two: Any = copy(strategy)
         two._layout, two.world = RunLayout(1, 2, 2), copy(strategy.world)
-        two.world.replicas = "those of torch"
+        two.world._connection = replace(two.world._connection, replicas="those of torch")
         return gather(two, tensor, group, sync_grads)
 
     monkeypatch.setattr(PipeStrategy, "all_gather", one_of_two)
