@@ -54,8 +54,7 @@ from lightning_pipe.schedules import Family, Schedule
 from lightning_pipe.schedules.passes.recompute import Mode as Recompute
 from lightning_pipe.transport.arrangement import arrange, open_transport, topology_of
 
-_DIVIDED: WeakSet[nn.Module] = WeakSet()
-"""The models of pipelines with all their parts."""
+_DIVIDED: WeakSet[nn.Module] = WeakSet()  # the models of pipelines with all their parts
 
 
 class Pipeline:
@@ -203,6 +202,7 @@ class Pipeline:
             )
         engine = self._engine
         with self._at_work("train()"):
+            self._check_divided(pair for pair in engine.module.named_parameters() if pair[1].requires_grad)
             (batch,) = shared(None if batch is None else [batch], engine)
             if scaler is not None and "_unscale_grads_" not in vars(scaler):  # it decides for all ranks at once then
                 vars(scaler)["_unscale_grads_"] = unscaling_together(scaler._unscale_grads_, engine)
@@ -218,7 +218,7 @@ class Pipeline:
 
             with withheld_gradients(list(engine.module.parameters())) as withheld:
                 outputs = self._step.run(step, trained, len(parts.parts))
-            self._check_unknown([each for each in engine.ownership.unknown.values() if each.grad is not None])
+            self._check_divided((key, each) for key, each in engine.ownership.unknown.items() if each.grad is not None)
             output = of_batch(outputs, parts, withheld, self.device)
             loss = loss_of(output)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -304,15 +304,16 @@ class Pipeline:
             self._barred = ended if self._engine.transport.topology.world_size > 1 else None  # one waits for nobody
             raise
 
-    def _check_unknown(self, trained: Sequence[Tensor]) -> None:
+    def _check_divided(self, trained: Iterable[tuple[str | int, Tensor]]) -> None:
         """Raise where something is trained that the division does not know: each process has a gradient of its own."""
-        if trained and self._engine.transport.topology.world_size > 1:
-            raise ConfigurationError(
-                f"The step trains a parameter of shape {tuple(trained[0].shape)} that is no part of "
-                f"{type(self._engine.module).__name__}: processes have different gradients of it, or none.",
-                hint="Make it a part of the model before Pipeline(…), as in `model.head = head`; what is not to be "
-                "trained needs requires_grad_(False).",
-            )
+        for name, each in trained if self._engine.transport.topology.world_size > 1 else ():
+            if self._engine.ownership.known_name(each) is None:
+                what = repr(name) if isinstance(name, str) else f"a parameter {tuple(each.shape)}"
+                raise ConfigurationError(
+                    f"The step trains {what}, which was no part of {type(self._engine.module).__name__} when "
+                    "Pipeline(…) divided it: processes would have different gradients of it, or none.",
+                    hint="Put it into the model before, as in `model.head = head`, or use requires_grad_(False).",
+                )
 
     def _close(self) -> None:
         """At the end of the process, which groups and threads must not outlive; after an error nobody waits."""

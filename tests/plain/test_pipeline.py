@@ -439,14 +439,39 @@ CALLS["none outside"] = partial(with_a_head, head="none", schedule="chimera")
 
 @pytest.mark.parametrize("head", ["a module outside", "a number outside", "a module outside, replicas"])
 def test_parameters_outside_the_model_are_not_trained(head: str, found: Found) -> None:
-    told = [text for text in found[head] if "no part of Net" in text]
+    told = [text for text in found[head] if re.search(r"a parameter \(.*\), which was no part of Net", text)]
     assert len(told) == (1 if head == "a module outside" else 2)  # those that compute with them
-    assert all("part of the model before" in text for text in told)
+    assert all("Put it into the model before" in text for text in told)
 
 
 def test_what_is_not_trained_may_be_outside_the_model(found: Found) -> None:
     assert found["none outside"] == [with_a_head(0, "none", stages=2)] * 2
     assert with_a_head(0, "module", stages=2)[-1].isdigit()  # one process has all of them
+
+
+def with_a_part_replaced(process: int, part: str) -> str:
+    model = net()
+    pipeline = Pipeline(model, **UNCOMPARED, micro_batches=2, **REPLICAS)
+    pipeline.train(model.loss, batches(1)[0])
+    if part == "parameter":
+        model.embed.bias = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    else:
+        model.blocks[1][0] = nn.Linear(8, 8).double()
+    try:
+        return f"{pipeline.train(model.loss, batches(1)[0])}"
+    except ConfigurationError as error:
+        return str(error)
+
+
+for part in ("parameter", "module"):
+    CALLS[f"a {part} replaced"] = partial(with_a_part_replaced, part=part)
+
+
+@pytest.mark.parametrize(("part", "name"), [("parameter", "embed.bias"), ("module", "blocks.1.0.weight")])
+def test_what_is_replaced_behind_the_division_is_told(part: str, name: str, found: Found) -> None:
+    for told in found[f"a {part} replaced"]:
+        assert f"'{name}', which was no part of Net when" in told
+        assert "Put it into the model before" in told
 
 
 # ---------------------------------------------------------------------- models and steps of other kinds
