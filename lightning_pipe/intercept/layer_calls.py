@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -253,21 +253,19 @@ class LayerCalls:
             self.tracker.digest.refer(before, call.changing)
         return call
 
-    def has_run(self, part: nn.Module) -> bool:
-        """Whether a part of a layer or an outside module has run."""
-        return any(each is part for module in self.ran for each in module.modules())
-
     def setting(self, run: StageRun, part: nn.Module, name: str, value: Any) -> None:
         """The step's own code, or the layer or module that runs now, is about to set an attribute of a module.
 
         A module that has set nothing in thorough runs is not searched in others: it is now, while all is as it was.
 
         Raises:
-            CutError: a module sets it in another one, or the step exchanges a part; or see `LayerState.setting`.
+            CutError: a module sets it in another one, the step exchanges or adds a part; or see `LayerState.setting`.
         """
         state, inside = self.cache.state, self.tracker.surroundings.inside
         if isinstance(value, nn.Module) and part in state.root_of and not (inside or part._modules.get(name) is value):
             raise CutError(f"the step exchanges `{state.written(part, name)}`, a part of a layer.", hint=IN_A_HOOK)
+        if not inside and isinstance(value, nn.Module | nn.Parameter) and run.training:
+            self._check_added(part, name, [value] if isinstance(value, nn.Parameter) else value.parameters())
         if not state.counts(part, name, value):
             return
         if not inside:
@@ -283,6 +281,13 @@ class LayerCalls:
         state.note_former(part, name)
         if not (state.one_pipe and state.is_kept(part, name)):
             self._seek()
+
+    def _check_added(self, part: nn.Module, name: str, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse what the step adds to the user's module with parameters that other ranks would not get."""
+        state, known = self.cache.state, self.cache.parameter_use.name_of
+        if state.on_other_ranks(part) and any(known(each) is None for each in parameters):
+            what = f"the step adds `{state.written(part, name)}`, and other ranks do not get its parameters."
+            raise CutError(what, hint="Create it in __init__ or configure_model.")
 
     def _may_change(self, part: nn.Module) -> bool:
         """Whether a call may change what is no part of its module: the last stage completes the step."""

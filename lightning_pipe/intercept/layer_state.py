@@ -179,6 +179,10 @@ class LayerState:
         stages, _ = self._places
         return name in stages and stages[name] == stages.get(self.root_of.get(part, ""))
 
+    def on_other_ranks(self, part: nn.Module) -> bool:
+        """Whether a module is a part of the user's, and other ranks run some of its stages."""
+        return id(part) in self._names and len({*self._places[1]}) > 1
+
     def written(self, part: nn.Module, attribute: str) -> str:
         """An attribute as code writes it."""
         return written(self._names.get(id(part), ""), attribute)
@@ -300,14 +304,14 @@ class LayerState:
             yield
             complete = run.complete and counts
         finally:
-            for (part, attribute), former in self.set_by_run.items():
-                kept = self.is_kept(part, attribute)
-                if not complete and not (kept and run.layer_calls.has_run(part)):
-                    put(part, attribute, former)
-                elif complete and kept:
-                    self._hide(part, attribute)
+            for key, former in self.set_by_run.items():
+                kept = self.is_kept(*key)
+                if complete and kept:
+                    self._hide(*key)
                 elif complete:
-                    self._left.setdefault((part, attribute), former)
+                    self._left.setdefault(key, former)
+                elif not (kept and any(key[0] is each for ran in run.layer_calls.ran for each in ran.modules())):
+                    put(*key, former)
             put_all(hidden)
         changed = self._changed(self.set_by_run) if complete and not (self.one_pipe or run.tracker.alone) else ()
         for key in changed:
@@ -368,11 +372,8 @@ class LayerState:
         own = dict[Any, bytes]()
         for part, attribute in self._known:
             value = vars(part).get(attribute, MISSING)
-            if (
-                part not in self._run_here
-                or value is MISSING
-                or any(isinstance(each, nn.Module) for each in leads_to(value))
-            ):
+            here = part in self._run_here and value is not MISSING
+            if not here or any(isinstance(each, nn.Module) for each in leads_to(value)):
                 continue
             with suppress(Exception):  # what cannot be sent stays absent
                 value = value.detach().cpu() if isinstance(value, Tensor) else value

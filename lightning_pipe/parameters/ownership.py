@@ -30,7 +30,6 @@ from lightning_pipe.parameters.releasing import (
     check_memory,
     make_swappable,
     named_tensors,
-    owned_by,
     release,
     share_memory,
 )
@@ -117,7 +116,7 @@ class Ownership:
         """Find the holders of what the layers own; the rest is held everywhere for now."""
         users: dict[int, set[int]] = {}
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
-            for tensor in owned_by(layer):
+            for _, tensor in named_tensors(layer):
                 users.setdefault(id(tensor), set()).update(ranks)
         in_layers = {part for _, layer in self._layers for part in layer.modules()}
         others = (part for part in self._module.modules() if part not in in_layers)
@@ -274,7 +273,7 @@ class Ownership:
         for (_, layer), ranks in zip(self._layers, self._layer_ranks, strict=True):
             if self.rank in ranks:
                 continue
-            for tensor in owned_by(layer):
+            for _, tensor in named_tensors(layer):
                 name = self.known_name(tensor)
                 if name is not None and not self.holds(name) and not isinstance(tensor, AbsentTensor):
                     self._release(name, tensor)
@@ -333,12 +332,20 @@ class Ownership:
 
         Returns:
             Names of what no rank has.
+
+        Raises:
+            CutError: a rank has parameters or buffers that others lack.
         """
         tensors = dict(named_tensors(self._module))
+        new = {name for name, each in tensors.items() if name not in self._held and self.known_name(each) is None}
         for name, tensor in tensors.items():  # hooks may have added modules
             self._add(name, tensor, _Held(name, self._loss_ranks))
         absent = {name for name, tensor in tensors.items() if is_absent(tensor)}
-        lost = sorted(set().union(*gather(sorted(name for name in absent if self.holds(name)))))
+        added, found = zip(*gather((new, {name for name in absent if self.holds(name)})), strict=True)
+        if apart := set.union(*added) - set.intersection(*added):
+            why = f"'{min(apart)}' is on some ranks alone: steps that end early on others do not add it there."
+            raise CutError(why, hint="Create it in __init__ or configure_model.")
+        lost = sorted(set.union(*found))
         # ``lost`` is the same on all ranks, so that all of them gather or none does
         having = gather([name for name in lost if name not in absent]) if lost else []
         for name in lost:

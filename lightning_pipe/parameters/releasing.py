@@ -21,12 +21,6 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def owned_by(layer: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a layer."""
-    yield from layer.parameters()
-    yield from layer.buffers()
-
-
 def check_memory(module: nn.Module) -> None:
     """Refuse a parameter of which another tensor of the module has some of the memory: a change of one is lost.
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_pipe.intercept.interceptor import outside_modules
-from lightning_pipe.parameters.releasing import owned_by
 
 
 class Root(NamedTuple):
@@ -77,4 +76,4 @@ def _users(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> Counte
     """How many layers and outside modules have each parameter and buffer."""
     everything = [layer for _, layer in layers]
     outside = [part for _, part in outside_modules(module, everything)]
-    return Counter(tensor for root in (*everything, *outside) for tensor in owned_by(root))
+    return Counter(tensor for root in (*everything, *outside) for tensor in (*root.parameters(), *root.buffers()))

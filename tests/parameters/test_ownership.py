@@ -87,13 +87,18 @@ def test_new_tensors_belong_to_the_ranks_with_the_loss_or_to_those_that_have_the
     module.average = nn.Linear(2, 2, bias=False)
     assert ownership.agree_on_lost(lambda mine: [mine] * 3) == []
     assert ownership.owners("average.weight") == (2,)
-    having = iter([[[], [], ["average.weight"]], [["average.weight"], ["average.weight"], []]])
+    none: tuple[set[str], set[str]] = (set(), set())
+    lost = set[str](), {"average.weight"}
+    having = iter([[none, none, lost], [["average.weight"], ["average.weight"], []]])
     assert ownership.agree_on_lost(lambda _: next(having)) == []
     assert ownership.owners("average.weight") == (0, 1)
-    having = iter([[[], ["average.weight"], []], [[], [], []]])
+    having = iter([[none, lost, none], [[], [], []]])
     assert ownership.agree_on_lost(lambda _: next(having)) == ["average.weight"]
     ownership.restore(lambda name, owners, tensor: tensor.detach())
     assert ownership.owners("average.weight") == ownership.owners("layers.1.bias") == (0, 1, 2)
+    module.late = nn.Linear(2, 2, bias=False)
+    with pytest.raises(CutError, match=r"'late.weight' is on some ranks alone"):
+        ownership.agree_on_lost(lambda mine: [none, mine, mine])
 
 
 def test_what_may_have_memory_in_common() -> None:

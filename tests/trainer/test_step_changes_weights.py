@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
@@ -82,6 +83,78 @@ class Scales(Step):
         return loss if last.grad is None else loss / (1 + last.grad.norm())
 
 
+class Grows(Step):
+    """Makes a part of itself in a later batch."""
+
+    trained, ahead = True, False
+
+    def made(self) -> Any:
+        head = nn.Linear(4, 4)
+        for value in head.parameters():
+            nn.init.constant_(value, 0.3)
+        return head.double().requires_grad_(self.trained)
+
+    def grown(self, h: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx and not hasattr(self, "head"):
+            self.head = self.made()
+        return self.head(h) if batch_idx else h
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        h = self.net(self.grown(x[:, 0], batch_idx) if self.ahead else x[:, 0])
+        return (h if self.ahead else self.grown(h, batch_idx)).square().mean()
+
+
+class GrowsScale(Grows):
+    """... a parameter alone, in one of its parts."""
+
+    def grown(self, h: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx and not hasattr(self.average, "scale"):
+            self.average.scale = nn.Parameter(torch.full((4,), 2.0).double())
+        return h * self.average.scale if batch_idx else h
+
+
+class GrowsAhead(Grows):
+    """... ahead of the layers, which it does not train."""
+
+    trained, ahead = False, True
+
+
+class GrowsFrozen(Grows):
+    trained = False
+
+
+class GrowsAtFirst(Grows):
+    """The remedy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.made()
+
+
+class GrowsUnseen(Grows):
+    """... in another way than by an assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList()
+
+    def grown(self, h: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and not self.heads:
+            self.heads.append(self.made())
+        return self.heads[0](h) if batch_idx else h
+
+
+class Counts(Grows):
+    """Makes a metric and a module without parameters."""
+
+    def made(self) -> Any:
+        self.metric = MeanMetric()
+        self.metric.update(1.0)
+        self.same = self.net  # which is there already
+        del self.same
+        return nn.Tanh()
+
+
 class Truncated(Step):
     """Begins each batch with the hidden state of the one before it."""
 
@@ -133,6 +206,11 @@ TOLD: dict[type[Step], tuple[str, dict[str, Any]]] = {
     Zeroes: (r"reads or sets the gradient of 'net\.\S+'.* on_before_optimizer_step", {}),
     Scales: (r"reads or sets the gradient of 'net\.\S+'.* on_before_optimizer_step", {}),
     Freezes: (r"freezes weights and trains them again .* needs one device", {}),
+    Grows: (r"the step adds `self\.head`, .* Create it in __init__ or configure_model", {}),
+    GrowsScale: (r"the step adds `self\.average\.scale`, .* Create it in __init__ or configure_model", {}),
+    GrowsAhead: (r"the step adds `self\.head`, .* Create it in __init__ or configure_model", {}),
+    GrowsFrozen: (r"the step adds `self\.head`, .* Create it in __init__ or configure_model", {}),
+    GrowsUnseen: (r"'heads\.0\.bias' is on some ranks alone.* Create it in __init__ or configure_model", {}),
 }
 
 
@@ -151,6 +229,8 @@ STRATEGIES: dict[Any, tuple[type[Step], dict[str, Any]]] = {
     "whole, added": (Added, {"micro_batches": 1, **STAGES}),
     "cut": (Truncated, {**STAGES, "balance": [1, 2]}),
     "frozen meanwhile": (FrozenMeanwhile, {"schedule": "chimera"}),
+    "counts": (Counts, {"compare_losses": False}),
+    "grows at first": (GrowsAtFirst, {"compare_losses": False}),
 }
 
 
@@ -169,6 +249,18 @@ def check(name: str, found: dict[str, list[Trained]]) -> None:
 @pytest.mark.parametrize("name", ["whole", "whole, added"])
 def test_whole_batches_help(name: str, found: dict[str, list[Trained]]) -> None:
     check(name, found)
+
+
+@pytest.mark.parametrize("name", ["counts", "grows at first"])
+def test_a_step_may_make_what_has_no_parameters_or_is_there(name: str, found: dict[str, list[Trained]]) -> None:
+    check(name, found)
+
+
+@pytest.mark.parametrize("kind", [Grows, GrowsScale, GrowsUnseen])
+def test_one_process_has_what_a_step_adds(kind: type[Step]) -> None:
+    state = fit(0, kind, 1, PipeStrategy(stages=2, compare_losses=False))[0]
+    for name, value in fit(0, kind)[0].items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_a_gradient_that_waits_is_summed_over_copies_when_its_parameter_is_frozen(
