@@ -205,8 +205,12 @@ def check_asynchronous(trainer: Any, pipeline: Pipeline, micro_batches: int | st
             hint="Use gradient_clip_val=None, or gradient_clip_algorithm='value', or clip every stage by itself: "
             "override configure_gradient_clipping and call torch.nn.utils.clip_grad_norm_(self.parameters(), …) in it.",
         )
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None:
+    if several and any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
+        raise ConfigurationError(
+            f"ReduceLROnPlateau with interval='step' asks after each batch for a loss that {name!r} has batches later.",
+            hint="Use interval='epoch', or a schedule with a flush, such as '1f1b'.",
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ConfigurationError(
             f"16-mixed precision scales the loss, and all stages must agree for every batch whether it was too large; "
             f"schedule {name!r} has no time at which they could.",

@@ -53,11 +53,8 @@ def known_outputs(reports: Sequence[StepReport]) -> dict[int, Any]:
 
 def losses_of(outputs: Mapping[int, Any]) -> dict[int, float]:
     """The losses that a step returned, by micro-batch; an evaluation may return anything."""
-    given = {
-        index: each["loss"] if isinstance(each, Mapping) and "loss" in each else each for index, each in outputs.items()
-    }
-    found = {index: single_value(each) for index, each in given.items()}
-    return {index: value.item() for index, value in found.items() if value is not None}
+    given = {index: each.get("loss", each) if isinstance(each, Mapping) else each for index, each in outputs.items()}
+    return {index: value.item() for index, each in given.items() if (value := single_value(each)) is not None}
 
 
 class UserStep:

@@ -188,6 +188,29 @@ class Broken(Lit):
             raise ValueError("a bug in a hook")
 
 
+class Plateau(Lit):
+    """Lowers its rate by losses of training, in every batch or epoch."""
+
+    def __init__(self, interval: str, strict: bool = True) -> None:
+        super().__init__()
+        self.scheduling = {"interval": interval, "strict": strict, "monitor": f"loss_{interval}"}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, threshold=1e3, threshold_mode="abs", patience=0
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.scheduling}}
+
+    def on_train_end(self) -> None:
+        assert self.trainer.optimizers[0].param_groups[0]["lr"] < 0.1 or self.scheduling["interval"] == "epoch"
+
+
 FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "last": (0, ValueError, "a bug on the last stage"),
     "first": (1, ValueError, "a bug on the first stage"),
@@ -199,6 +222,8 @@ FAILURES: dict[str, tuple[int, type[BaseException], str]] = {
     "twice": (0, CutError, "a second time"),
     "metrics": (-1, ConfigurationError, "Keep the metric in the LightningModule"),  # there: see `test_fit`
     "norms": (-1, ConfigurationError, "SyncBatchNorm waits for all processes"),
+    "plateau": (-1, ConfigurationError, "ReduceLROnPlateau with interval='step' asks after each batch"),
+    "plateau, not strict": (-1, ConfigurationError, "Use interval='epoch'"),
 }
 """Where it fails first, or -1 for all processes at once, and what is said."""
 
@@ -211,6 +236,10 @@ def fail(process: int, how: str) -> None:
             quiet()
             trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipe", sync_batchnorm=True, **QUIET)
             trainer.fit(Lit().double(), datamodule=Data())
+        if how.startswith("plateau"):
+            fit(Plateau("epoch"), devices=2, schedule="pipedream")  # the remedies
+            fit(Plateau("step"), devices=2, micro_batches=2)
+            fit(Plateau("step", strict=how == "plateau"), devices=2, schedule="pipedream")
         module = Watching() if how == "metrics" else Broken(how)
         fit(module, devices=2, micro_batches=2)
     finally:

@@ -136,8 +136,7 @@ class SharedDataLoader:
     def __len__(self) -> int:
         if self._length is None:
             raise TypeError(f"{type(self.loader).__name__} has no length.")
-        length: int = self._length
-        return length
+        return int(self._length)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["loader"], name)
