@@ -14,6 +14,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.absent_tensor import AbsentTensor
 from lightning_pipe.intercept.tensor_state import same_values, version_of
 from lightning_pipe.local_parts import local
+from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm
 from lightning_pipe.torch_internals import BatchNorm
 from lightning_pipe.transport.base import Transport
 
@@ -23,8 +24,8 @@ class BufferSync:
 
     Each process sees samples of its own. After every batch all have the values of the first process, as with the
     ``broadcast_buffers`` of ``DistributedDataParallel``. The first training batches, and later ones, show which change.
-    Batch norm is left out: it has an option of its own. What the step decides, such as buffers of the LightningModule,
-    other ranks of a pipeline get from the one with the last stage.
+    Deferred batch norm is left out, whose statistics are those of all; others may have several holders in a pipeline.
+    What the step decides, such as buffers of the LightningModule, other ranks get from the one with the last stage.
 
     A tensor, also one that the step changes outside the layers, changes once for every micro-batch, and on one device
     once for the batch: a warning says so. Parameters that change (averages of codes, rows of tables with ``max_norm``)
@@ -73,14 +74,16 @@ class BufferSync:
         apart = {n for n in parameters.intersection(shared) if len({of_processes[p].get(n) for p in members[n]}) > 1}
         buffers = [name for name in shared if name not in parameters]
         self._changing |= {name: members[name] for name in buffers}
-        apart |= {name for name in buffers if len(owners[name]) > 1}
+        norms = ((path, part) for path, part in self._module.named_modules() if isinstance(part, BatchNorm))
+        statistics = {f"{path}.{name}".lstrip(".") for path, part in norms for name in part._buffers}
+        apart |= {name for name in buffers if len(owners[name]) > 1} - statistics
         if held := min(apart, default=None):
             raise CutError(
                 f"a forward pass changes `self.{held}`, which several processes hold, and each by samples of its own.",
                 hint="Change it in a hook, such as on_train_batch_end (weight.data.renorm_(2, 0, limit) for max_norm), "
                 "or use one pipeline with a schedule of one pipe, such as '1f1b', in which one rank runs the module.",
             )
-        new = [name for name in found if name not in self._known]
+        new = [name for name in found if name not in self._known | statistics]
         self._known.update(new)
         if new and micro_batches > 1 and self._transport.process == 0:
             warnings.warn(
@@ -141,10 +144,10 @@ class EvaluatedCopies:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of layers and other modules that this process has; batch norm has an option of its own."""
+    """The buffers of layers and other modules that this process has; deferred batch norm has statistics of all."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
-            if not isinstance(part, BatchNorm) and not isinstance(buffer, AbsentTensor):
+            if not isinstance(part, DeferredBatchNorm) and not isinstance(buffer, AbsentTensor):
                 yield name, buffer
 
 

@@ -232,7 +232,9 @@ class GradientSync:
         """The gradients in one buffer; the parameters let go of theirs. ``like`` says the type where there are none."""
         first = parameters[0] if like is None else like
         parts = [local(parameter) for parameter in parameters]
-        flat = torch.zeros(sum(part.numel() for part in parts), dtype=self._sent_as(first), device=first.device)
+        narrow = self.dtype is not None and first.is_floating_point() and first.itemsize > self.dtype.itemsize
+        dtype = self.dtype if narrow else first.dtype
+        flat = torch.zeros(sum(part.numel() for part in parts), dtype=dtype, device=first.device)
         for parameter, view in zip(parameters, _views(flat, parts), strict=True):
             if parameter.grad is None:
                 continue
@@ -246,11 +248,6 @@ class GradientSync:
             # The gradient now exists in the bucket alone.
             parameter.grad = None
         return flat
-
-    def _sent_as(self, parameter: Parameter) -> torch.dtype:
-        if self.dtype is None or not parameter.is_floating_point() or parameter.itemsize <= self.dtype.itemsize:
-            return parameter.dtype
-        return self.dtype
 
     @torch.no_grad()
     def _finish(self, key: Key, entry: _Entry) -> None:

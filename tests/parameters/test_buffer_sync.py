@@ -187,6 +187,29 @@ def test_buffers_that_change_in_copies_of_several_pipes_are_an_error() -> None:
         train("chimera", replicas=1)
 
 
+class Normed(Plain):
+    """Keeps the statistics of micro-batches: the pipeline is not told to defer them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 2), ("chimera", 1), ("chimera", 2)])
+def test_statistics_of_micro_batches_are_those_of_the_first_holder(
+    schedule: str, replicas: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The user has asked for them: nobody warns of them."""
+    found = train(schedule, replicas, layer=Normed)
+    assert [str(each.message) for each in recwarn if "forward passes" in str(each.message)] == []
+    for layer in range(4):
+        name = f"layers.{layer}.linear.1.running_mean"
+        copies = [state[name] for state in found if name in state]
+        assert len(copies) == replicas * (1 if schedule == "1f1b" else 2)
+        assert all(torch.equal(each, copies[0]) for each in copies)
+        assert copies[0].any()
+
+
 def test_changes_of_data_are_seen() -> None:
     with pytest.warns(UserWarning, match=r"'layers\.0\.rows' \(4 such tensors\) is changed"):
         assert_equal_copies(train("1f1b", replicas=2, layer=Unseen), copies=2)
