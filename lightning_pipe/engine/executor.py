@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -95,12 +95,12 @@ class Executor:
         self.saved: dict[StageKey, Saved] = {}
         self.left: dict[BoundaryKey, Crossing] = {}
         self.gradients: dict[BoundaryKey, Returned] = {}
-        self.peak_held = 0
+        self.peak_held, self._began = 0, 0.0
+        self._again: Container[tuple[int, int | None]] = ()
         stages = range(len(self.stages.layers))
         ends = [*pairwise(stages), *self.skips]  # neighbours first
         self.later = [[late for early, late in ends if early == stage] for stage in stages]
         self.earlier = [[early for early, late in ends if late == stage] for stage in stages]
-        self._again: Container[tuple[int, int | None]] = ()
         self._methods: dict[Kind, Callable[[Any, Any], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -178,23 +178,23 @@ class Executor:
     def _computed(self, action: Action, here: StageKey, run: Callable[..., T], given: Any = None) -> T:
         """What an action computes, with the weights of its batch. Waiting for its input was not part of its time."""
         batch, index = self.batches[here.micro_batch]
-        start = self.clock()
+        self._began = self.clock()
         # in a backward pass as well: a layer that checkpoints itself runs again there
         with batch.using(here.stage, index):
             result = run(here.stage, index, batch, given)
-        end = self.clock()
-        self.busy += end - start
+        began, end = self._began, self.clock()
+        self.busy += end - began
         if self.events is not None:
             kind, stage, micro_batch, pipe, *_ = action
-            self.events.append(Event(self.exchange.transport.rank, kind, stage, micro_batch, pipe, start, end))
+            self.events.append(Event(self.exchange.transport.rank, kind, stage, micro_batch, pipe, began, end))
         return result
 
     def _forward(self, action: Action, here: StageKey) -> None:
-        inbound = self._collect(here)  # waits; the time that follows is the stage's own
+        receive = partial(self._collect, here)  # waits, when all is ready for what has come
         if action[1:3] in self._again:
-            self.kept[here], crossings = self._computed(action, here, self.stages.forward_again, inbound)
+            self.kept[here], crossings = self._computed(action, here, self.stages.forward_again, receive)
         else:
-            saved, crossings = self._computed(action, here, self.stages.forward, inbound)
+            saved, crossings = self._computed(action, here, self.stages.forward, receive)
             if self.batches[here.micro_batch][0].training:
                 self._save(here, saved)
         self._leave(here, crossings)
@@ -220,6 +220,7 @@ class Executor:
                 received = local.detached()  # no copy, nothing left out
             else:
                 received = self.exchange.receive(key, self.placement[here.pipe, stage])
+                self._began = self.clock()  # the time that follows is the stage's own
             inbound = received if inbound is None else inbound.joined(received)
         return inbound
 

@@ -26,6 +26,8 @@ from lightning_pipe.intercept.stage_run import NO_SKIPPING, StageRun
 from lightning_pipe.local_parts import local
 from lightning_pipe.parameters.deferred_batchnorm import begin_pass
 
+Receive = Callable[[], Crossing | None]
+"""Gives what earlier stages send, when it has come; nothing comes to the first one."""
 Crossings = dict[int, Crossing]
 """What leaves a stage, by the stage that receives it; nothing leaves the last one."""
 
@@ -36,7 +38,6 @@ class Saved:
 
     Args:
         inbox: the entry of the received tensors into the graph.
-        inbound: the numbers of the received tensors that need gradients.
         outbound: by number, the tensors that left and need gradients.
         loss: the weighted loss, on the last stage.
         used: the numbers of the received tensors that were used.
@@ -45,7 +46,6 @@ class Saved:
     """
 
     inbox: Incoming | None
-    inbound: tuple[int, ...]
     outbound: dict[int, Tensor]
     loss: Tensor | None
     used: set[int]
@@ -83,23 +83,21 @@ class Stages:
     interceptor: Interceptor
     layers: Sequence[StageLayers]
 
-    def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Saved, Crossings]:
+    def forward(self, stage: int, micro_batch: int, batch: Batch, receive: Receive) -> tuple[Saved, Crossings]:
         """Run the step for one stage. Returns what backward needs and, by receiving stage, what leaves."""
-        saved, crossings, result = self._run(stage, micro_batch, batch, inbound)
+        saved, crossings, result = self._run(stage, micro_batch, batch, receive)
         batch.streams.end_user_code()
         if not (crossings or batch.repeats):
             batch.keep(micro_batch, saved.loss, result)
         return saved, crossings
 
-    def forward_again(
-        self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
-    ) -> tuple[Kept, Crossings]:
+    def forward_again(self, stage: int, micro_batch: int, batch: Batch, receive: Receive) -> tuple[Kept, Crossings]:
         """Run the step for one stage, to be run again by `recompute`: keep the input alone."""
         # The first run may change what it received; the second one must find it as it came.
-        copies = inbound and inbound.copied()
+        copies = (inbound := receive()) and inbound.copied()
         first = self.interceptor.state.begin_first()
         with _telling(), nothing_saved(), self.interceptor.buffers.noted(first.formers, thorough=batch.thorough):
-            saved, crossings = self.forward(stage, micro_batch, batch, copies)
+            saved, crossings = self.forward(stage, micro_batch, batch, lambda: copies)
         sums = _sums(saved, crossings) if batch.thorough else None
         kept = Kept(inbound, _path(crossings), first, sums)
         return kept, {to: crossing.detached() for to, crossing in crossings.items()}
@@ -107,7 +105,7 @@ class Stages:
     def recompute(self, stage: int, micro_batch: int, batch: Batch, kept: Kept) -> Saved:
         """Run the step again, now keeping what the backward pass needs."""
         with recomputing(), self.interceptor.buffers.restored(), self.interceptor.state.restored(kept.first):
-            saved, crossings, _ = self._run(stage, micro_batch, batch, kept.inbound)
+            saved, crossings, _ = self._run(stage, micro_batch, batch, lambda: kept.inbound)
         same_path = _path(crossings) == kept.path
         if not same_path or (kept.sums is not None and not _alike(_sums(saved, crossings), kept.sums)):
             raise CutError(
@@ -121,22 +119,12 @@ class Stages:
     def trial(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Crossings, Any]:
         """A run that nothing else is to come of: what would leave, and what the step returned."""
         # what the step changes has changed since the words were made
-        return self._run(stage, micro_batch, batch, inbound and replace(inbound, words=()))[1:]
+        return self._run(stage, micro_batch, batch, lambda: inbound and replace(inbound, words=()))[1:]
 
-    def _run(
-        self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None
-    ) -> tuple[Saved, Crossings, Any]:
-        layers = self.layers[stage]
-        run = StageRun(
-            layers,
-            inbound,
-            partial(batch.streams.isolated, micro_batch),
-            self.interceptor.cache,
-            training=batch.training,
-        )
+    def _run(self, stage: int, micro_batch: int, batch: Batch, receive: Receive) -> tuple[Saved, Crossings, Any]:
+        isolated = partial(batch.streams.isolated, micro_batch)
+        run = StageRun(self.layers[stage], isolated, self.interceptor.cache, training=batch.training)
         run.tracker.alone, run.tracker.digest.thorough = batch.undisturbed, batch.thorough
-        # A tensor that the path names but that was not sent has no value here, and gets no gradient.
-        received = inbound.differentiable if inbound else ()
         inputs = batch.slice(micro_batch)
         # Every run of a micro-batch draws the same numbers, on whichever stage and for whichever time.
         batch.streams.seed_user_code(micro_batch)
@@ -144,13 +132,13 @@ class Stages:
         begin_pass(stage)
         result = None
         try:
-            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs))
+            result = self.interceptor.follow(run, lambda: batch.step(micro_batch, inputs), receive)
         except CutError:
             if not batch.ahead:
                 raise
             run.end_again()  # what is wrong in itself is so again when the batch runs behind the others
         batch.repeats |= run.repeats
-        saved = Saved(run.incoming, received, {}, None, run.tracker.used, run.whole)
+        saved = Saved(run.incoming, {}, None, run.tracker.used, run.whole)
         if not run.crossings:
             if batch.training:
                 loss, weight = loss_of(result), batch.weights[micro_batch]
@@ -179,12 +167,12 @@ class Stages:
                 if whole:
                     backward(results, arrived)
                 else:
-                    entry = saved.inbox.anchor if saved.inbox is not None and saved.inbound else None
+                    entry = saved.inbox.anchor if saved.inbox is not None and saved.inbox.numbers else None
                     saved.rest = input_half(results, arrived, entry, whole=saved.whole)
         returned: dict[int, Tensor] = {}
         if saved.inbox is not None:
             saved.inbox.check_hooks()
-            pairs = zip(saved.inbound, saved.inbox.gradients, strict=True)
+            pairs = zip(saved.inbox.numbers, saved.inbox.gradients, strict=True)
             returned = {number: gradient for number, gradient in pairs if gradient is not None}
         if whole:
             saved.release()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.call_record import LiveTensor
 
 
 class Incoming:
@@ -18,27 +19,26 @@ class Incoming:
     The user's code gets tensors that are not leaves, so that changing them in place works as it does on one device.
 
     Args:
-        tensors: the received values in the order of the cut's entries.
-        requires_grad: which of them need a gradient.
+        entries: those of the cut of which values have come.
+        values: the received values by number.
         skips: whether skip connections have begun on earlier stages.
 
     Attributes:
+        numbers: of the tensors that need a gradient.
         anchor: the leaf behind the entry; a backward pass "towards" it runs what leads to the received tensors.
-        gradients: those of the tensors that need one, after the backward pass.
+        gradients: theirs, after the backward pass.
         hooked: whether there is a backward hook on one of the tensors.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], requires_grad: Sequence[bool], *, skips: bool) -> None:
-        self.requires_grad = tuple(requires_grad)
-        self.gradients: tuple[Tensor | None, ...] = (None,) * sum(self.requires_grad)
+    def __init__(self, entries: Sequence[LiveTensor], values: Mapping[int, Tensor], *, skips: bool) -> None:
+        self.numbers = tuple([entry.number for entry in entries if entry.requires_grad])
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(self.numbers)
         self.hooked, self._skips = False, skips
-        wanted = [tensor for tensor, needed in zip(tensors, requires_grad, strict=True) if needed]
+        wanted = [values[number] for number in self.numbers]
         with torch.enable_grad():
             self.anchor = torch.zeros((), requires_grad=True)
             entered = iter(_Enter.apply(self.anchor, self, *wanted) if wanted else ())  # type: ignore[no-untyped-call]
-        self.tensors = [
-            next(entered) if needed else tensor.detach() for tensor, needed in zip(tensors, requires_grad, strict=True)
-        ]
+        self.tensors = [next(entered) if each.requires_grad else values[each.number].detach() for each in entries]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """What a backward pass has brought: one for all, or several if the user's own backward starts others."""

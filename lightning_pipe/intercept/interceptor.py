@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.describe import show_distributions
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
@@ -22,7 +23,7 @@ from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKP
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS, called_within
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
-from lightning_pipe.intercept.torch_patches.patch import current_run, running, under_way
+from lightning_pipe.intercept.torch_patches.patch import running, under_way
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
 
@@ -34,8 +35,7 @@ _set = nn.Module.__setattr__
 
 def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
     # a compiler that traces a layer is to see what it would see without us
-    run = None if is_compiling() else current_run()
-    if run is not None:
+    if not is_compiling() and (run := under_way.run) is not None:
         run.layer_calls.setting(run, module, name, value)
     _set(module, name, value)
 
@@ -168,10 +168,12 @@ class Interceptor:
         made = self._wrappers[key] = interrupting(update_wrapper(wrapper, module.forward, updated=()))
         return made
 
-    def follow(self, run: StageRun, step: Callable[[], Any]) -> Any:
-        """Run the user's step; its calls of layers go to ``run``."""
+    def follow(
+        self, run: StageRun, step: Callable[[], Any], receive: Callable[[], Crossing | None] = lambda: None
+    ) -> Any:
+        """Run the user's step; its calls of layers go to ``run``. ``receive`` gives what earlier stages send."""
         with running(run), self.state.of_run(run):
-            return run.run(step)
+            return run.run(step, receive)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

@@ -69,7 +69,6 @@ class StageRun:
 
     Args:
         stage: the stage's layers.
-        inbound: what earlier stages have sent; ``None`` on the first stage.
         isolated: gives a context with the micro-batch's random stream of a key.
         cache: what runs have in common, and earlier ones have kept.
         training: whether a backward pass follows; otherwise the step may leave layers out, or come back to an earlier
@@ -88,7 +87,6 @@ class StageRun:
     def __init__(
         self,
         stage: StageLayers,
-        inbound: Crossing | None,
         isolated: Callable[..., AbstractContextManager[None]],
         cache: RunCache,
         *,
@@ -96,17 +94,16 @@ class StageRun:
         tracker: Tracker | None = None,
     ) -> None:
         self.stage, self.training, self.repeats = stage, training, False
-        self.pending, self._begin = inbound, 0
+        self.pending: Crossing | None = None
+        self._begin = 0
         self.incoming: Incoming | None = None
         self.copied: list[tuple[Tensor, int | None, int]] = []
         self._numbers = CallNumbers(stage)
         self.crossings: dict[int, Crossing] = {}
         self.whole = False
         self.skips = StepStore()
-        expected = inbound.path.calls if inbound else None
-        self.tracker = tracker or Tracker(expected, isolated, cache.parameter_use, partial=not stage.all)
+        self.tracker = tracker or Tracker(isolated, cache.parameter_use, partial=not stage.all)
         self.surroundings = self.tracker.surroundings
-        self.tracker.digest.expected = inbound.words if inbound else ()
         self.tracker.come_back = None if training else self._come_back
         if not (tracker or stage.all or is_recomputing()):
             self.tracker.changing = partial(check_unchanged, cache.state, training=training)
@@ -126,10 +123,17 @@ class StageRun:
 
     # ------------------------------------------------------------------ the run
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Run the step. Returns what it returned on the last stage; elsewhere ``crossings`` has what leaves."""
+    def run(self, step: Callable[[], Any], receive: Callable[[], Crossing | None]) -> Any:
+        """Run the step, once all is ready and what earlier stages send has come.
+
+        Returns what it returned on the last stage; elsewhere ``crossings`` has what leaves.
+        """
         result = None
         try:
+            if (inbound := receive()) is not None:  # the user's code would catch an error of the connection
+                self.pending = inbound
+                self.tracker.waiting, self.tracker.expected = True, inbound.path.calls
+                self.tracker.digest.expected = inbound.words
             with self.tracker, stored_in(self.skips):
                 result = step()
                 self.returning(result)
@@ -231,11 +235,8 @@ class StageRun:
         self.pending = None
         with self.tracker.paused():
             entries = [entry for entry in path.entries if entry.number in values]
-            self.incoming = incoming = Incoming(
-                [values[entry.number] for entry in entries],
-                [entry.requires_grad for entry in entries],
-                skips=any(call.stashed for call in path.calls),
-            )
+            skips = any(call.stashed for call in path.calls)
+            self.incoming = incoming = Incoming(entries, values, skips=skips)
             # behind the node of `Incoming`: what it makes of the received tensors is older than this stage's own graph
             self._begin = graph_nodes()
             # Nothing may hold a value when its turn comes: a view keeps its base from being swapped. So the list lets
@@ -261,7 +262,7 @@ class StageRun:
         Raises:
             CutError: the graph leads to what has been received.
         """
-        if self.incoming is None or not any(self.incoming.requires_grad):
+        if self.incoming is None or not self.incoming.numbers:
             return
         targets = [edge_of(each) for each in inputs if self.is_older(each)] if inputs else [(None, 0)]
         if any(isinstance(node, Entry) for target in targets for node in nodes_behind(outputs, target)):

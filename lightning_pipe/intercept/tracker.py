@@ -49,13 +49,13 @@ class Tracker(TorchFunctionMode):
     real from there on.
 
     Args:
-        expected: the calls of the previous stage up to its cut; ``None`` on the first stage.
         isolated: gives a context with the micro-batch's random stream of a key.
         parameter_use: the module's parameters and buffers outside layers.
         partial: whether other stages run some of the layers.
 
     Attributes:
         partial: as given.
+        expected: while ``waiting``, the calls of the previous stage up to its cut.
         alone: whether no other micro-batch is under way, which could read what this one changes.
         surroundings: what is around the code that runs now.
         come_back: called where the step comes back to an earlier stage other than by a layer, if it may.
@@ -72,7 +72,6 @@ class Tracker(TorchFunctionMode):
 
     def __init__(
         self,
-        expected: tuple[CallRecord, ...] | None,
         isolated: Callable[..., AbstractContextManager[None]],
         parameter_use: Ownership,
         *,
@@ -81,15 +80,14 @@ class Tracker(TorchFunctionMode):
         super().__init__()
         self.calls: list[CallRecord] = []
         self.used: set[int] = set()
-        self.waiting = expected is not None
+        self.waiting, self._off = False, 0
         self.spans: list[tuple[int, int]] = []
         self.numbers = Numbers()
         self.digest = Digest(self.numbers, parameter_use.name_of, idle=not partial)
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
-        self.partial, self._expected = partial, expected or ()
+        self.partial, self.expected = partial, tuple[CallRecord, ...]()
         self.leaves_before: dict[int, Tensor] = {}
         self.surroundings, self._parameter_use = Surroundings(isolated), parameter_use
-        self._off = 0
 
     # ------------------------------------------------------------------ the record
 
@@ -101,7 +99,7 @@ class Tracker(TorchFunctionMode):
     def following(self) -> CallRecord | None:
         """The call that the previous stage made here, if any."""
         position = len(self.calls)
-        return self._expected[position] if position < len(self._expected) else None
+        return self.expected[position] if position < len(self.expected) else None
 
     def expect(self, name: str) -> CallRecord:
         """The call the previous stage made here; raises unless it was ``name``, and was given the same."""
@@ -121,14 +119,14 @@ class Tracker(TorchFunctionMode):
     @property
     def complete(self) -> bool:
         """Whether all expected calls have come."""
-        return len(self.calls) == len(self._expected)
+        return len(self.calls) == len(self.expected)
 
     def arrive(self) -> None:
         """The first layer is reached, (4) in `stage_run`: the previous stage must have made the same calls before."""
         if not self.complete:
             raise CutError(
                 f"this stage reached its first layer after {len(self.calls)} calls outside its layers, the previous "
-                f"stage after {len(self._expected)}.",
+                f"stage after {len(self.expected)}.",
                 hint=SAME_PATH,
             )
         self.waiting = False

@@ -35,8 +35,10 @@ def tracker(
     uses: Uses | None = None,
     isolated: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext(),
 ) -> Tracker:
-    calls = None if expected is None else tuple(expected)
-    return Tracker(calls, isolated, uses or Uses(), partial=True)
+    made = Tracker(isolated, uses or Uses(), partial=True)
+    if expected is not None:
+        made.waiting, made.expected = True, tuple(expected)
+    return made
 
 
 def test_nothing_is_told_to_later_stages_too() -> None:

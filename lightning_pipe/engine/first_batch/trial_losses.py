@@ -27,7 +27,7 @@ from lightning_pipe.engine.batch import Batch, StepFunction
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange
 from lightning_pipe.engine.executor import Executor
 from lightning_pipe.engine.first_batch.trial_runs import NotRandom, leaving_no_trace
-from lightning_pipe.engine.stage import Crossings, Saved, Stages, loss_of
+from lightning_pipe.engine.stage import Crossings, Receive, Saved, Stages, loss_of
 from lightning_pipe.errors import CutError, PartitionError, RepeatedRunError
 from lightning_pipe.intercept.call_record import AGAIN, CallRecord, RunRecord
 from lightning_pipe.intercept.crossing import Crossing
@@ -137,9 +137,9 @@ class _Trial(Stages):
     _noise: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     @override
-    def forward(self, stage: int, micro_batch: int, batch: Batch, inbound: Crossing | None) -> tuple[Saved, Crossings]:
+    def forward(self, stage: int, micro_batch: int, batch: Batch, receive: Receive) -> tuple[Saved, Crossings]:
         seen, crossings = self.seen, {stage + 1: _FAILED}
-        if inbound is None or inbound.path != _FAILED.path:
+        if (inbound := receive()) is None or inbound.path != _FAILED.path:
             batch.streams.seed_user_code(micro_batch)
             try:
                 crossings, result = self.trial(stage, micro_batch, batch, inbound)
@@ -157,7 +157,7 @@ class _Trial(Stages):
             seen.drew |= batch.streams.has_drawn() or self.functions.drew
             for to, left in crossings.items():
                 seen.apart = max(seen.apart, self._apart(batch.signatures[0], stage, to, left))
-        return Saved(None, (), {}, None, set(), whole=False), crossings
+        return Saved(None, {}, None, set(), whole=False), crossings
 
     def _apart(self, run: Any, stage: int, to: int, left: Crossing) -> float:
         """How far tensors are from those of their samples, relative to their norm, if by more than rounding; else 0."""

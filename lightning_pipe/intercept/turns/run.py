@@ -76,7 +76,7 @@ class TurnRun(StageRun):
         tracker = TurnTracker(mail, ranks[0], cache.parameter_use, isolated, generators)
         # every rank is shown all calls, in their order
         everything = StageLayers(0, range(len(names) if mail.ranks == 1 else 0), names, {})
-        super().__init__(everything, None, isolated, cache, tracker=tracker)
+        super().__init__(everything, isolated, cache, tracker=tracker)
 
     @override
     def returning(self, result: Any) -> None:

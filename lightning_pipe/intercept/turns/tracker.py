@@ -56,7 +56,7 @@ class TurnTracker(Tracker):
         isolated: Callable[..., AbstractContextManager[None]],
         generators: Sequence[torch.Generator],
     ) -> None:
-        super().__init__(None, isolated, parameter_use, partial=mail.ranks > 1)
+        super().__init__(isolated, parameter_use, partial=mail.ranks > 1)
         self._mail, self._generators = mail, generators
         self.holder, self._begin = first, 0  # the number of calls before the turn
         self.waiting = first != mail.rank
@@ -134,10 +134,10 @@ class TurnTracker(Tracker):
     def learn(self) -> Crossing:
         """Learn what the rank with the turn has done, until it ends its turn; returns that."""
         told = self._ask()
-        if len(self.calls) != len(self._expected):
+        if len(self.calls) != len(self.expected):
             raise CutError(
                 f"this rank has followed {len(self.calls)} calls outside its layers, rank {self.holder} has made "
-                f"{len(self._expected)}.",
+                f"{len(self.expected)}.",
                 hint=SAME_PATH,
             )
         return told
@@ -149,7 +149,7 @@ class TurnTracker(Tracker):
                 message = self._mail.receive(self.holder)
                 if isinstance(message, Crossing):
                     self._told = message
-                    self._expected = (*self.calls, *message.path.calls)
+                    self.expected = (*self.calls, *message.path.calls)
                 else:
                     self._mail.send(self._crossing(message), self.holder)
         return self._told
