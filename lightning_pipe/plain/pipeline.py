@@ -154,7 +154,7 @@ class Pipeline:
         self._calls, self._in_turns = 0, False
         self._barred: tuple[str, str] | None = None  # why nothing can be called, and what to do
         if world_size > 1:
-            atexit.register(self._close)
+            atexit.register(transport.close)  # groups and threads must not outlive the process
 
     def __repr__(self) -> str:
         balance, engine = self._engine.balance, self._engine
@@ -302,6 +302,7 @@ class Pipeline:
             hint = "After an error start the processes anew, from the last checkpoint."
             ended = f"after an error ({reason}), which has ended this pipeline", hint
             self._barred = ended if self._engine.transport.topology.world_size > 1 else None  # one waits for nobody
+            atexit.unregister(self._engine.transport.close)  # nor does anybody for the others, which may be missing
             raise
 
     def _check_divided(self, trained: Iterable[tuple[str | int, Tensor]]) -> None:
@@ -314,11 +315,6 @@ class Pipeline:
                     "Pipeline(…) divided it: processes would have different gradients of it, or none.",
                     hint="Put it into the model before, as in `model.head = head`, or use requires_grad_(False).",
                 )
-
-    def _close(self) -> None:
-        """At the end of the process, which groups and threads must not outlive; after an error nobody waits."""
-        if self._barred is None:
-            self._engine.transport.close()
 
 
 def _world_size() -> int:

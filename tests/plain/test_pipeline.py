@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -447,6 +449,23 @@ def test_parameters_outside_the_model_are_not_trained(head: str, found: Found) -
 def test_what_is_not_trained_may_be_outside_the_model(found: Found) -> None:
     assert found["none outside"] == [with_a_head(0, "none", stages=2)] * 2
     assert with_a_head(0, "module", stages=2)[-1].isdigit()  # one process has all of them
+
+
+def after_it_is_gone(process: int) -> bool:
+    model = net()
+    pipeline = Pipeline(model, **UNCOMPARED, micro_batches=2)
+    pipeline.train(model.loss, batches(1)[0])
+    objects = [weakref.ref(model), weakref.ref(pipeline)]
+    del model, pipeline
+    gc.collect()
+    return any(each() is not None for each in objects)
+
+
+CALLS["gone"] = after_it_is_gone
+
+
+def test_nothing_is_left_of_a_pipeline_that_is_not_used(found: Found) -> None:
+    assert found["gone"] == [False, False]
 
 
 def with_a_part_replaced(process: int, part: str) -> str:
