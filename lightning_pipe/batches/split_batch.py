@@ -74,8 +74,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """
     if len(sizes) == 1:
         return [batch]
-    firm, _ = _evidence(batch)
-    return _columns(batch, list(sizes), certain=bool(firm))
+    return _columns(batch, list(sizes), batch)
 
 
 def twice(batch: Any, part: Any) -> Any:
@@ -99,7 +98,7 @@ def twice(batch: Any, part: Any) -> Any:
     return rebuild(part, {key: twice(whole[key], child) for key, child in contents.items()})
 
 
-def _columns(node: Any, sizes: list[int], certain: bool) -> list[Any]:
+def _columns(node: Any, sizes: list[int], batch: Any) -> list[Any]:
     """The parts of one node of the batch, one for every micro-batch."""
     length = sum(sizes)
     if (kind := kind_of(node)) is not None:
@@ -111,10 +110,10 @@ def _columns(node: Any, sizes: list[int], certain: bool) -> list[Any]:
     contents = children(node)
     if contents is None:
         return [node] * len(sizes)
-    if _is_per_sample(node, length, certain):
+    if _is_per_sample(node, length, batch):
         ends = np.cumsum(sizes).tolist()
         return [node[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    columns = {key: _columns(child, sizes, certain) for key, child in contents.items()}
+    columns = {key: _columns(child, sizes, batch) for key, child in contents.items()}
     return [rebuild(node, {key: column[i] for key, column in columns.items()}) for i in range(len(sizes))]
 
 
@@ -156,12 +155,12 @@ def _may_be_samples(node: Any, outermost: bool) -> bool:
     return _is_tensors(node) or _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))
 
 
-def _is_per_sample(node: Any, length: int, certain: bool) -> bool:
-    """Whether a sequence has one element per sample; ``certain``: tensors elsewhere have shown the batch's length."""
+def _is_per_sample(node: Any, length: int, batch: Any) -> bool:
+    """Whether a sequence has one element per sample; images do unless other tensors have shown the batch's length."""
     if not isinstance(node, list | tuple) or hasattr(node, "_fields") or len(node) != length:
         return False
     if _is_tensors(node):
-        return not all(_length(child) == length for child in node) or (not certain and _are_images(node))
+        return not all(_length(child) == length for child in node) or (_are_images(node) and not _evidence(batch)[0])
     if isinstance(node, tuple) and all(map(_is_text, node)):
         return True  # what default_collate makes of the strings of samples that are tuples
     return _is_records(node) or (isinstance(node, list) and all(map(_is_plain, node)))

@@ -25,7 +25,7 @@ class BatchKind(NamedTuple):
 
 
 _REGISTERED: dict[type, BatchKind] = {}
-_PLAIN = frozenset((dict, list, tuple))
+_PLAIN = frozenset((dict, list, tuple, Tensor))
 WHOLE = "PipeStrategy(micro_batches=1) runs the batch whole, which is exact."
 """The remedy for every batch that cannot be cut."""
 
