@@ -295,6 +295,10 @@ class BoundaryExchange:
         """The plan by which a micro-batch crosses a boundary."""
         return self._under_way[key.micro_batch][0].get(self._boundary(key))
 
+    def forget(self) -> None:
+        """Forget all plans; what is under way keeps those that it has. At the same micro-batch on all ranks."""
+        self._plans = {}
+
     def reset(self) -> None:
         """Forget a batch that was given up."""
         self._hops = None

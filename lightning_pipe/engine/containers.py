@@ -110,7 +110,9 @@ def _trains(tensor: Tensor) -> bool:
 
 
 def signature(node: Any) -> Hashable:
-    """What decides the shapes and the path of a step: structure, shapes, dtypes, and plain values.
+    """What may decide the shapes and the path of a step: structure, shapes, dtypes, and plain values.
+
+    Not those in sequences of numbers alone, one for each sample: every batch would be another one.
 
     Example:
         >>> import torch
@@ -123,5 +125,7 @@ def signature(node: Any) -> Hashable:
         return tuple(node.shape), node.dtype
     contents = children(node)
     if contents is not None:
+        if isinstance(node, list | tuple) and all(isinstance(child, int) for child in node):
+            return type(node), len(node)
         return type(node), tuple((str(key), signature(child)) for key, child in contents.items())
     return ("", node) if node is None or isinstance(node, bool | int) else ("", type(node))

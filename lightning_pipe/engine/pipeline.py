@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ from lightning_pipe.parameters.gradient_sync import GradientSync
 from lightning_pipe.schedules import Action, lower
 from lightning_pipe.simulate import Event, Timeline
 from lightning_pipe.transport.base import Channel, Lane
+
+_SIGNATURES = 4096
+"""So many kinds of micro-batches are remembered; of more, such as by a number in each batch, none comes again soon."""
 
 
 class Pipeline(PartitionedModule):
@@ -81,7 +84,7 @@ class Pipeline(PartitionedModule):
         )
         self.executor = self._executor(1, routes)
         self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
-        self._signatures: dict[Hashable, int] = {}
+        self._signatures = defaultdict[Hashable, int](count().__next__)
         # which calls draw random numbers, in evaluations and in training
         self._draws = [all_draws(transport.device, len(self.names)) for _ in range(2)]
         self.program = cache(self._lowered)
@@ -257,7 +260,11 @@ class Pipeline(PartitionedModule):
         mode = training, torch.is_grad_enabled(), training and self.module.training, autocast
         # Numbers in the place of signatures: they are looked up for every message.
         known = self._signatures
-        numbers = [known.setdefault((*mode, signature(part)), len(known)) for part in micro_batches]
+        if len(known) > _SIGNATURES:  # on all ranks at once, which have the same batches
+            known.clear()
+            for executor in (self.executor, self.training_executor):
+                executor.exchange.forget()
+        numbers = [known[(*mode, signature(part))] for part in micro_batches]
         draws = () if transport.shares_generators else self._draws[training]
         streams = RandomStreams(seed, transport.device, transport.replica, transport.topology.replicas, draws)
         undisturbed = len(micro_batches) == 1 and self.synchronous

@@ -149,3 +149,4 @@ def test_flags_and_counts_decide_the_path_and_numbers_do_not() -> None:
     assert signature((x, True)) != signature((x, False))
     assert signature({"x": x}) != signature([x])
     assert signature((x, 0.5, "a")) == signature((x, 0.7, "b"))
+    assert signature((x, [3, 5])) == signature((x, [4, 1])) != signature((x, [4, 1, 1]))

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipe import Pipeline, PipeStrategy
+from lightning_pipe.engine import pipeline as engine
 from lightning_pipe.errors import CommunicationError, ConfigurationError, CutError, PartitionError
 from lightning_pipe.plain.sharing import fingerprint
 from lightning_pipe.schedules import Chimera
@@ -449,6 +450,33 @@ def test_parameters_outside_the_model_are_not_trained(head: str, found: Found) -
 def test_what_is_not_trained_may_be_outside_the_model(found: Found) -> None:
     assert found["none outside"] == [with_a_head(0, "none", stages=2)] * 2
     assert with_a_head(0, "module", stages=2)[-1].isdigit()  # one process has all of them
+
+
+def of_many_kinds(process: int) -> tuple[list[float], int, int]:
+    """Each batch has numbers that no other has, of itself and of its samples."""
+    model = net()
+    pipeline = Pipeline(model, **UNCOMPARED, micro_batches=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for number, (x, y) in enumerate(batches(9)):
+        batch = {"x": x, "y": y, "number": number, "samples": [*range(7 * number, 7 * number + 7)]}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "_SIGNATURES", 4)
+            losses.append(pipeline.train(lambda part: model.loss((part["x"], part["y"])), batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, len(pipeline._engine._signatures), len(pipeline._engine.executor.exchange._plans)
+
+
+CALLS["many kinds"] = of_many_kinds
+
+
+def test_kinds_of_batches_are_forgotten(found: Found) -> None:
+    expected = one_device(net(), batches(9), clip=math.inf)[0]
+    for losses, signatures, plans in found["many kinds"]:
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert signatures <= 6
+        assert 0 < plans <= 6
 
 
 def after_it_is_gone(process: int) -> bool:
