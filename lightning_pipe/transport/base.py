@@ -106,7 +106,7 @@ class Transport(ABC):
         self._backend = backend
         # by members and backend; ``None`` where this process is no member
         self._groups: dict[tuple[tuple[int, ...], str], ProcessGroup | None] = {}
-        self._mesh_groups: list[ProcessGroup] = []
+        self._mesh_groups: dict[tuple[tuple[int, ...], ...], ProcessGroup] = {}  # by the lines of all processes
         self._local: dict[int, SharedMemoryPeer] = {}
 
     def _open(self) -> None:
@@ -212,10 +212,11 @@ class Transport(ABC):
         Args:
             lines: the processes that differ in this dimension alone; this process is in one of them.
         """
-        found = [self.new_group(line, self._backend) for line in lines]
-        own = next(group for group, line in zip(found, lines, strict=True) if self.process in line)
-        self._mesh_groups.append(own)
-        return own
+        key = tuple(map(tuple, lines))
+        if key not in self._mesh_groups:
+            made = {line: self.new_group(line, self._backend) for line in key}
+            self._mesh_groups[key] = next(group for line, group in made.items() if self.process in line)
+        return self._mesh_groups[key]
 
     def new_group(self, processes: Sequence[int], backend: str = "gloo") -> ProcessGroup:
         """A process group of its own, with this transport's timeout. Collective over the world."""
@@ -334,7 +335,7 @@ class Transport(ABC):
         for peer in self._local.values():
             peer.shutdown()
         groups = [group for (_, backend), group in self._groups.items() if backend == "gloo"]
-        groups += self._mesh_groups if self._backend == "gloo" else []
+        groups += self._mesh_groups.values() if self._backend == "gloo" else ()
         # Others may be on their way into a collective of the default group, where nobody will meet them any more.
         if groups and dist.is_initialized() and dist.get_backend() == "gloo":
             groups.append(dist.group.WORLD)
@@ -353,12 +354,11 @@ class Transport(ABC):
         for peer in self._local.values():
             peer.close()
         if dist.is_initialized():
-            for group in filter(None, (*self._groups.values(), *self._mesh_groups)):
+            for group in filter(None, (*self._groups.values(), *self._mesh_groups.values())):
                 dist.destroy_process_group(group)
         # a group that is referred to keeps its connections and the store
-        self._local.clear()
-        self._groups.clear()
-        self._mesh_groups.clear()
+        for known in (self._local, self._groups, self._mesh_groups):
+            known.clear()
 
     def describe(self, process: int | None = None) -> str:
         """How messages name a process (``None``: this one)."""

@@ -86,7 +86,7 @@ class NcclTransport(Transport):
     def abort(self) -> None:
         super().abort()
         groups = [group for (_, backend), group in self._groups.items() if backend == "nccl"]
-        for group in filter(None, (*self._channels.values(), *groups, *self._mesh_groups)):
+        for group in filter(None, (*self._channels.values(), *groups, *self._mesh_groups.values())):
             group.abort()
 
     @override
