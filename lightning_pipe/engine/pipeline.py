@@ -29,8 +29,8 @@ from lightning_pipe.intercept.generators import all_draws
 from lightning_pipe.intercept.interceptor import Interceptor
 from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.intercept.stage_layers import StageLayers
+from lightning_pipe.intercept.stage_run import under_way
 from lightning_pipe.intercept.tensor_state import counting
-from lightning_pipe.intercept.torch_patches.patch import current_run
 from lightning_pipe.parameters.buffer_sync import BufferSync
 from lightning_pipe.parameters.deferred_batchnorm import DeferredBatchNorm, commit_shared, end_passes
 from lightning_pipe.parameters.gradient_sync import GradientSync
@@ -210,7 +210,7 @@ class Pipeline(PartitionedModule):
 
     def returning(self, result: Any) -> None:
         """To be called by steps when they are about to return, within what must know that a run was cut short."""
-        if (run := current_run()) is not None:
+        if (run := under_way.run) is not None:
             run.returning(result)
 
     @contextmanager

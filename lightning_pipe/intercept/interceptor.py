@@ -18,12 +18,11 @@ from lightning_pipe.intercept.describe import show_distributions
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.recompute import BufferGuard
-from lightning_pipe.intercept.stage_run import StageRun
+from lightning_pipe.intercept.stage_run import StageRun, running, under_way
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS, called_within
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
 from lightning_pipe.intercept.torch_patches.encoders import padding_alike
-from lightning_pipe.intercept.torch_patches.patch import running, under_way
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.torch_internals import NormBase, interrupting, is_compiled
 

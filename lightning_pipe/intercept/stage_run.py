@@ -31,8 +31,9 @@ several passes, and ends there on all stages (`StageRun.repeats`): another kind 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -334,3 +335,21 @@ class StageRun:
         with self.tracker.paused():
             self.crossings = crossings_of(self)
         raise EndOfStage
+
+
+class _UnderWay(threading.local):
+    run: StageRun | None = None
+
+
+under_way = _UnderWay()
+"""Its ``run`` is the run of the step in this thread; where there is none what is replaced in torch does as torch."""
+
+
+@contextmanager
+def running(run: StageRun) -> Iterator[None]:
+    """While the context lasts, what this thread calls in layers, and of what is replaced in torch, goes to ``run``."""
+    before, under_way.run = under_way.run, run
+    try:
+        yield
+    finally:
+        under_way.run = before

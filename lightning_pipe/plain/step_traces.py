@@ -21,7 +21,7 @@ from lightning_pipe.intercept.kept_state import in_several_pipes
 from lightning_pipe.intercept.module_state import apply, check_portable
 from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.snapshot import Change, Snapshot
-from lightning_pipe.intercept.torch_patches.patch import current_run
+from lightning_pipe.intercept.stage_run import under_way
 from lightning_pipe.patches import all_replaced
 from lightning_pipe.plain.own_sources import untouched
 
@@ -127,7 +127,7 @@ class StepHooks:
     def _noting(self, register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
         def noting(module: nn.Module, *args: Any, **kwargs: Any) -> RemovableHandle:
             handle = register(module, *args, **kwargs)
-            inside = (run := current_run()) is not None and run.surroundings.inside
+            inside = (run := under_way.run) is not None and run.surroundings.inside
             if self._noted is not None and id(module) in self._modules and not inside:
                 self._noted.append((handle, partial(register, module, *args, **kwargs)))
             return handle

@@ -17,7 +17,7 @@ from lightning_pipe.intercept.absent_value import AbsentValue
 from lightning_pipe.intercept.interceptor import ATTRIBUTES
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.snapshot import Change
-from lightning_pipe.intercept.torch_patches.patch import running
+from lightning_pipe.intercept.stage_run import running
 from lightning_pipe.patches import all_replaced
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import ConfigurationError
+from lightning_pipe.intercept.stage_run import running, under_way
 from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
 from tests.support.pairs import slow_but
 from tests.support.small_net import WIDTH, Carried, Net, ViewsAndChunks, batch, batches
@@ -126,3 +128,19 @@ def test_a_batch_without_gradients_raises_as_on_one_device(recompute: str) -> No
 )
 def test_equals_one_device(model: type[Net], run: dict[str, Any]) -> None:
     assert_same(model(), batches(), **run)
+
+
+def test_a_thread_sees_its_own_run_alone() -> None:
+    own: Any = object()
+    inner: Any = object()
+    seen: list[Any] = []
+    with running(own):
+        other = threading.Thread(target=lambda: seen.append(under_way.run))
+        other.start()
+        other.join(10)
+        assert under_way.run is own
+        with running(inner):
+            assert under_way.run is inner
+        assert under_way.run is own
+    assert seen == [None]
+    assert under_way.run is None

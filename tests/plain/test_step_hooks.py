@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.torch_patches.patch import running
+from lightning_pipe.intercept.stage_run import running
 from lightning_pipe.plain.step_traces import StepHooks, TracesOfBatch
 from tests.support import oracle
 from tests.support.pairs import slow_but

@@ -18,8 +18,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.random_streams import Stream
+from lightning_pipe.intercept.stage_run import under_way
 from lightning_pipe.intercept.torch_functions import draws, function_name
-from lightning_pipe.intercept.torch_patches.patch import current_run
 
 # What ``torch.utils.checkpoint.checkpoint``, which users have imported before, looks up when it is called, giving its
 # function first. It has a new name in torch 2.15, where the older one leads to it.
@@ -75,7 +75,7 @@ def run_again(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _passes_over() -> bool:
     """Whether the checkpoint that begins now surrounds a skipped layer; fills the placeholders if it does not."""
-    run = current_run()
+    run = under_way.run
     if run is None or not run.tracker.waiting:
         return False
     if run.tracker.complete:
@@ -88,7 +88,7 @@ def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     if _passes_over():
         yield
         return
-    run = current_run()
+    run = under_way.run
     if run is None or run.surroundings.inside or run.tracker.function:
         yield from _other(function, *args, **kwargs)
         return

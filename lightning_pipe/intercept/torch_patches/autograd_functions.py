@@ -15,9 +15,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.intercept.stage_run import under_way
 from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import run_again
-from lightning_pipe.intercept.torch_patches.patch import current_run
 
 # What ``Function.apply`` calls, of which code may have taken the one of its class before: ``apply = MyFunction.apply``.
 _below: Any = Function.__mro__[1]
@@ -37,7 +37,7 @@ def called_within(function: str, name: str) -> CutError:
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    run, apply = current_run(), super(_below, cls).apply
+    run, apply = under_way.run, super(_below, cls).apply
     outside = run is None or not (run.surroundings.inside or run.tracker.function)
     if cls is CheckpointFunction and run is not None and outside:
         raise CutError(

@@ -17,14 +17,14 @@ from torch.utils.hooks import BackwardHook
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.placeholder import Placeholder
-from lightning_pipe.intercept.torch_patches.patch import current_run
+from lightning_pipe.intercept.stage_run import under_way
 from lightning_pipe.torch_internals import run_backward
 
 _original = BackwardHook._apply_on_tensors
 
 
 def _apply_on_tensors(self: BackwardHook, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    run = current_run()
+    run = under_way.run
     refused = run is not None and run.tracker.partial and not run.surroundings.inside and torch.is_grad_enabled()
     if refused and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         raise CutError(
@@ -44,7 +44,7 @@ def _noticed(owner: type[Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def register(self: Any, *args: Any) -> Any:
-        run = current_run()
+        run = under_way.run
         if run is not None and isinstance(self, nn.Parameter) and args:
             raise CutError(
                 f"the step calls {name} of a parameter {tuple(self.shape)}: the hook would run for every micro-batch, "
@@ -59,7 +59,7 @@ def _noticed(owner: type[Any], name: str) -> Callable[..., Any]:
 
 
 def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    if (run := current_run()) is not None:
+    if (run := under_way.run) is not None:
         run.check_backward(outputs, args[3])
     return run_backward(outputs, *args, **kwargs)
 
