@@ -63,7 +63,7 @@ def stand_ins(
     for leaf in leaves:
         if isinstance(leaf, TensorSpec):
             tensor = next(there, None)
-            found.append(Placeholder.of(leaf, device) if tensor is None else tensor)
+            found.append(Placeholder(leaf, device) if tensor is None else tensor)
         elif isinstance(leaf, Same):
             found.append(found[leaf.at])
         else:

@@ -120,7 +120,7 @@ class InPlace:
         # Taken before the tensors are swapped: what then still refers to a storage is a view that keeps the old value.
         memories = [tensor.untyped_storage() for tensor in known]
         for tensor in known:
-            self._numbers.replace(tensor, Placeholder.of(TensorSpec.of(tensor), tensor.device))
+            self._numbers.replace(tensor, Placeholder(TensorSpec.of(tensor), tensor.device))
         if any(storage_uses(memory._cdata) > 1 for memory in memories):  # 1: the list here
             raise CutError(
                 f"'{name}' changes a tensor {tuple(known[0].shape)} {known[0].dtype} in place before this stage's "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,12 +31,11 @@ class Placeholder(Tensor):
     differentiable: bool = False
     """Whether the tensor that it stands for requires a gradient."""
 
-    def __new__(
-        cls, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
-    ) -> Placeholder:
-        """Stand for a tensor of this shape on ``device``; strides of ``None`` are those of a contiguous one."""
+    def __new__(cls, spec: TensorSpec, device: torch.device) -> Placeholder:
+        """Stand for a tensor as ``spec`` says, on ``device`` unless that names another kind."""
+        moved = device if spec.device is None else numbered(torch.device(spec.device))
         make = Tensor._make_wrapper_subclass
-        placeholder: Placeholder = make(cls, shape, strides=strides, dtype=dtype, device=device)
+        placeholder: Placeholder = make(cls, spec.shape, strides=spec.strides, dtype=spec.dtype, device=moved)
         return placeholder
 
     __torch_function__ = disabled_torch_function
@@ -69,16 +68,10 @@ class Placeholder(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if has_torch_function_unary(self):  # the tracker follows, as it does where the tensor has a value
             return handle_torch_function(Tensor.__deepcopy__, (self,), self, memo)
-        return Placeholder.of(TensorSpec.of(self), self.device)
+        return Placeholder(TensorSpec.of(self), self.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CutError("pickling needs the value of a tensor that only another stage has.", hint=_VALUES)
-
-    @classmethod
-    def of(cls, spec: TensorSpec, device: torch.device) -> Placeholder:
-        """A placeholder as ``spec`` says, on ``device`` unless that names another kind."""
-        moved = device if spec.device is None else numbered(torch.device(spec.device))
-        return cls(spec.shape, spec.strides, spec.dtype, moved)
 
 
 FLAT.add(Placeholder)
@@ -122,7 +115,7 @@ def shape_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
             return value
         original = originals.get(id(value))
         same = original is not None and original.device == device
-        return original if same else Placeholder.of(TensorSpec.of(value), device)
+        return original if same else Placeholder(TensorSpec.of(value), device)
 
     meta_args, meta_kwargs = tree_map(to_meta, (args, dict(kwargs)))
     given = sorted(originals.values(), key=lambda tensor: not isinstance(tensor, Placeholder))

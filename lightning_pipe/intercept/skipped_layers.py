@@ -68,7 +68,7 @@ class SkippedLayers:
         tracker.note_leaves(tensors)
         self.modules.append(module)
         if call.is_plain and tracker.numbers.find(call.numbers[0]) is None:  # as mostly
-            result = Placeholder.of(call.leaves[0], self._cache.device)
+            result = Placeholder(call.leaves[0], self._cache.device)
             tracker.follow([result], call)
             return result
         written: list[Tensor] = []

@@ -16,7 +16,7 @@ from lightning_pipe.tensor_spec import TensorSpec
 
 @pytest.fixture
 def placeholder() -> Placeholder:
-    return Placeholder.of(TensorSpec((2, 3), torch.float64, (1, 2)), torch.device("cpu"))
+    return Placeholder(TensorSpec((2, 3), torch.float64, (1, 2)), torch.device("cpu"))
 
 
 def test_it_looks_like_the_tensor(placeholder: Placeholder) -> None:
@@ -35,8 +35,8 @@ def test_it_is_on_the_device_of_what_it_stands_for(placeholder: Placeholder) -> 
     zeros = shape_only(torch.zeros_like, (placeholder,), {"device": "cuda:1"})
     assert (zeros.device, zeros.shape) == (torch.device("cuda", 1), placeholder.shape)
     spec = TensorSpec((2,), torch.float64)
-    assert Placeholder.of(spec, zeros.device).device == zeros.device
-    assert Placeholder.of(spec._replace(device="cpu"), zeros.device).device.type == "cpu"
+    assert Placeholder(spec, zeros.device).device == zeros.device
+    assert Placeholder(spec._replace(device="cpu"), zeros.device).device.type == "cpu"
 
 
 @pytest.mark.parametrize("read", [torch.nonzero, Tensor.item, Tensor.tolist], ids=lambda read: read.__name__)

@@ -61,7 +61,7 @@ def test_values_and_strides_arrive(name: str) -> None:
     assert arrived.is_contiguous() == tensor.is_contiguous()
     if not tensor.is_contiguous():
         assert arrived.stride() == tensor.stride()
-    placeholder = Placeholder.of(TensorSpec.of(tensor), torch.device("cpu"))
+    placeholder = Placeholder(TensorSpec.of(tensor), torch.device("cpu"))
     assert placeholder.shape == tensor.shape
     assert placeholder.is_contiguous() == tensor.is_contiguous()
 
