@@ -101,15 +101,9 @@ class AbsentTensor(Tensor):
     def like(cls, tensor: Tensor, origin: Origin | None = None) -> AbsentTensor:
         """Stand for a tensor; for a parameter as a parameter."""
         kind: type[AbsentTensor] = AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentTensor
-        absent = kind._make(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+        void = _void(tensor.dtype, tensor.device)
+        absent: AbsentTensor = Tensor._make_subclass(kind, void.expand(tensor.shape), tensor.requires_grad)
         absent.origin = origin if origin is not None else getattr(tensor, "origin", Origin())
-        return absent
-
-    @classmethod
-    def _make(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
-    ) -> AbsentTensor:
-        absent: AbsentTensor = Tensor._make_subclass(cls, _void(dtype, device).expand(shape), requires_grad)
         return absent
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
@@ -145,7 +139,7 @@ class AbsentTensor(Tensor):
                 return changed[0]
             if name in _MOVED and isinstance(absent := args[0], AbsentTensor):
                 options = {key: value for key, value in kwargs.items() if key != "memory_format"}
-                return _like(absent, func(absent.new_zeros(()), *args[1:], **options), origin)
+                return cls.like(func(absent.new_zeros(()), *args[1:], **options).expand(absent.shape), origin)
             return _unknown(func, args, kwargs, origin)
 
 
@@ -234,13 +228,6 @@ def _lose(tensor: Tensor, name: str, origin: Origin) -> None:
             raise origin.error(f"{what}, and a graph or another object refers to it", _ONE_DEVICE) from error
 
 
-def _like(shaped: Tensor, sample: Tensor, origin: Origin) -> AbsentTensor:
-    """An absent tensor of the same shape with the dtype and device of a sample."""
-    absent = AbsentTensor._make(tuple(shaped.shape), sample.dtype, sample.device, False)
-    absent.origin = origin
-    return absent
-
-
 def _without_absent(func: Callable[..., Any], name: str, args: Any, kwargs: Any, origin: Origin) -> Any:
     """Call a function of lists of tensors for those positions at which none is absent."""
     lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
@@ -267,8 +254,8 @@ def _without_absent(func: Callable[..., Any], name: str, args: Any, kwargs: Any,
         return args[0]
     for position, sample in enumerate(absent):
         if sample is not None:
-            shape = sample.new_zeros(()) if name in ("_foreach_norm", "_foreach_max") else sample
-            results[position] = _like(shape, sample, origin)
+            found = sample.new_zeros(()) if name in ("_foreach_norm", "_foreach_max") else sample.detach()
+            results[position] = AbsentTensor.like(found, origin)
     return results
 
 
@@ -280,7 +267,7 @@ def _unknown(func: Callable[..., Any], args: Any, kwargs: Any, origin: Origin) -
         if origin.names:
             raise origin.error(f"'{function_name(func)}' needs a value that is not here") from error
         raise
-    return tree_map(lambda leaf: _like(leaf, leaf, origin) if isinstance(leaf, Placeholder) else leaf, result)
+    return tree_map(lambda leaf: AbsentTensor.like(leaf, origin) if isinstance(leaf, Placeholder) else leaf, result)
 
 
 def check_value(tensor: Tensor, what: str) -> None:
