@@ -232,16 +232,15 @@ class _Tensor(Node):
 
     def __init__(self, owner: Any, seen: dict[int, Node]) -> None:
         seen[id(owner)] = self
-        self.owner, self.type = owner, type(owner)
+        self.owner = owner
         small = (owner.numel() if isinstance(owner, Tensor) else owner.size) <= _CLONED
         self.former = copy_of(owner) if small else None  # a large one costs memory: its change cannot be undone
         self.version, self.place = version_of(owner), place_of(owner)
         self.marks = dict(vars(owner)) if isinstance(owner, Tensor) else {}  # what it went through in a run
 
     def _changed(self) -> bool:
-        if type(self.owner) is not self.type or version_of(self.owner) != self.version:
-            return True
-        if place_of(self.owner) != self.place:  # swapped for another tensor, with all who refer to it
+        # at another place: swapped for another tensor, with all who refer to it
+        if version_of(self.owner) != self.version or place_of(self.owner) != self.place:
             return True
         return self.version is None and self.former is not None and not same_values(self.owner, self.former)
 
@@ -258,7 +257,7 @@ class _Tensor(Node):
                 hint="Change it after the last layer, or outside the step.",
             )
         # a tensor that the cut has swapped for another cannot take its value back
-        if type(self.owner) is not self.type or place_of(self.owner) != self.place:
+        if place_of(self.owner) != self.place:
             return self.former
         with torch.no_grad():
             # in place, for whoever else refers to the tensor or to a view of it

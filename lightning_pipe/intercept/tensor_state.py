@@ -42,12 +42,12 @@ def copy_of(value: Any) -> Any:
 
 
 def place_of(value: Any) -> Any:
-    """Where a plain tensor has its values, and its shape. While it is kept no other memory is there.
+    """The type of a value, and of a plain tensor where it has its values. While it is kept no other memory is there.
 
     An address alone comes back: what is swapped for a tensor may get the memory that this has given up.
     """
     if type(value) is not Tensor or value.layout is not torch.strided:
-        return None
+        return type(value)
     return StorageWeakRef(value.untyped_storage()), value.data_ptr(), value.shape  # type: ignore[no-untyped-call]
 
 
