@@ -111,16 +111,8 @@ def _changes_first(name: str) -> bool:
     return named or twin or name == "__setitem__"
 
 
-@cache
-def _may_change(name: str) -> bool:
-    """Whether functions of this name change tensors in place, at least on demand, other than by ``out``."""
-    return name in _NORMS | _EMBEDDINGS or _changes_first(name) or _inplace_position(name) is not None
-
-
 def changed_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a torch function changes in place, by torch's naming rule; statistics and norms besides."""
-    if not _may_change(name) and "out" not in kwargs:
-        return []
     found: Iterable[Any]
     if name in _NORMS:
         given = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
