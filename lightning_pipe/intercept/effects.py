@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lightning_pipe.intercept.tracker import Tracker
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict)
-_NOTHING = Snapshot({})
 
 
 class Effect(NamedTuple):
@@ -49,10 +48,11 @@ class Watch:
         leaves: their leaves.
 
     Attributes:
-        seeks: whether attributes are looked for.
-        kept: the attributes of the module and its parts before the call, by their paths.
+        kept: the attributes of the module and its parts before the call, by their paths, if they are looked for.
         foreign: those of modules that it reaches and that are no parts of it, by their names.
     """
+
+    kept: Snapshot | None = None
 
     def __init__(self, name: str, module: nn.Module, arguments: Sequence[Any], leaves: Sequence[Any]) -> None:
         self.name, self.module = name, module
@@ -60,7 +60,6 @@ class Watch:
         self._contents = [_contents(container) for container in self.containers]
         self._objects = objects_of(leaves)
         self._states = [content_of(each) for each in self._objects]
-        self.seeks, self.kept, self.foreign = False, _NOTHING, _NOTHING
         # those that hold tensors, with the leaves before the call and their versions
         self._attributes: dict[Place, tuple[Any, list[tuple[Any, int | None]]]] = {}
 
@@ -70,7 +69,6 @@ class Watch:
         Args:
             foreign: modules that this one reaches and that are no parts of it, by their names.
         """
-        self.seeks = True
         self._attributes = {
             place: (value, [(leaf, version_of(leaf)) for leaf in tree_leaves(value)])
             for place, value in _attributes(self.module)
@@ -101,7 +99,7 @@ class Watch:
                 raise unseen(self.name, each)
             state, tensors = state_of(self.name, each, self._objects)
             yield Effect(number, state), tensors
-        if self.seeks:
+        if self.kept is not None:
             yield from self._attribute_effects(tracker.numbers.derived)
 
     def kept_objects(self, effects: Iterable[Effect], leaves: Sequence[Any]) -> dict[int, Any]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -19,18 +20,15 @@ from lightning_pipe.intercept.describe import described
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.torch_internals import tree_map
 
-if TYPE_CHECKING:
-    from lightning_pipe.intercept.layer_calls import LayerCalls
-
 Parts = Sequence[tuple[str, nn.Module]]
 
 
 @contextmanager
-def shown(calls: LayerCalls, name: str, parts: Parts, arguments: Sequence[Any]) -> Iterator[None]:
+def shown(tracker: Tracker, name: str, parts: Parts, arguments: Sequence[Any]) -> Iterator[None]:
     """While a layer runs: describe what its hooks are given, and follow them.
 
     Args:
-        calls: those of the stage.
+        tracker: that of the run.
         name: the layer or outside module.
         parts: its parts with hooks.
         arguments: the leaves of what it is given.
@@ -42,7 +40,7 @@ def shown(calls: LayerCalls, name: str, parts: Parts, arguments: Sequence[Any]) 
         # stay: by them torch knows which hooks take keyword arguments and which are always called (torch 2.13).
         # Past __setattr__: that of what torch.compile makes of a module would set it in the module.
         vars(part)["_forward_hooks"] = OrderedDict(
-            (key, _showing(calls, name, path, number, hook, arguments)) for number, (key, hook) in hooks
+            (key, partial(_show, tracker, name, (path, number), arguments, hook)) for number, (key, hook) in hooks
         )
     try:
         yield
@@ -51,17 +49,28 @@ def shown(calls: LayerCalls, name: str, parts: Parts, arguments: Sequence[Any]) 
             vars(part)["_forward_hooks"] = hooks_before
 
 
-def _showing(
-    calls: LayerCalls, name: str, path: str, number: int, hook: Callable[..., Any], arguments: Sequence[Any]
-) -> Callable[..., Any]:
-    def showing(part: nn.Module, *given: Any) -> Any:
-        calls.tracker.calls.append(_describe(calls.tracker, name, (path, number), given, arguments))
-        calls.tracker.digest.call(f"{name}.{path}", ())
-        # What a hook does counts as code outside layers: stages that skip the layer let it do the same.
-        with acting(calls.tracker):
-            return hook(part, *given)
+def _show(
+    tracker: Tracker,
+    name: str,
+    place: tuple[str, int],
+    arguments: Sequence[Any],
+    hook: Callable[..., Any],
+    part: nn.Module,
+    *given: Any,
+) -> Any:
+    """What stands for a hook: describes in a call what this is given, and lets it act."""
 
-    return showing
+    def seen(leaf: Any) -> Any:
+        own = isinstance(leaf, nn.Parameter) and all(leaf is not argument for argument in arguments)
+        return Unseen(type(leaf).__qualname__) if own else leaf
+
+    structure, leaves, new = described(tree_map(seen, given), arguments)
+    call = f"{name}.{place[0]}"
+    tracker.calls.append(CallRecord(call, *tracker.numbers.give_all(new), structure, leaves, hook=place))
+    tracker.digest.call(call, ())
+    # What a hook does counts as code outside layers: stages that skip the layer let it do the same.
+    with acting(tracker):
+        return hook(part, *given)
 
 
 @contextmanager
@@ -76,13 +85,3 @@ def acting(tracker: Tracker) -> Iterator[None]:
             yield
     finally:
         surroundings.inner_hook = False
-
-
-def _describe(tracker: Tracker, name: str, hook: tuple[str, int], given: Any, arguments: Sequence[Any]) -> CallRecord:
-    def seen(leaf: Any) -> Any:
-        own = isinstance(leaf, nn.Parameter) and all(leaf is not argument for argument in arguments)
-        return Unseen(type(leaf).__qualname__) if own else leaf
-
-    structure, leaves, new = described(tree_map(seen, given), arguments)
-    numbers, differentiable = tracker.numbers.give_all(new)
-    return CallRecord(f"{name}.{hook[0]}", numbers, differentiable, structure, leaves, hook=hook)

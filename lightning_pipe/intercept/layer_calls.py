@@ -24,6 +24,7 @@ from lightning_pipe.intercept.objects import objects_of
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.intercept.recompute import found_changed, release_saved
 from lightning_pipe.intercept.references import Label, References
+from lightning_pipe.intercept.snapshot import Snapshot
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.intercept.tensor_state import copy_of, counting, same_values
 from lightning_pipe.intercept.torch_functions import FLAT, keywords_of, unique
@@ -133,7 +134,7 @@ class LayerCalls:
                 hooked = cache.hooked(module)
                 start = graph_nodes()
                 if hooked:
-                    with shown(self, name, hooked, arguments):
+                    with shown(tracker, name, hooked, arguments):
                         result = forward(*args, **kwargs)
                 else:
                     result = forward(*args, **kwargs)
@@ -239,9 +240,9 @@ class LayerCalls:
 
     def _noted(self, name: str, module: nn.Module, call: CallRecord) -> CallRecord:
         """The record of a call with what the calls of its module change; the rest of what its code names counts."""
-        if self._watch is not None and self._watch.seeks:
+        if (watch := self._watch) is not None and watch.kept is not None:
             self.cache.keeping.update(name for effect in call.effects if not isinstance(effect.where, int))
-            self._note_kept(name, module, self._watch)
+            self._note_kept(name, module, watch, watch.kept)
         elsewhere = self.cache.elsewhere[name]
         before = None if self._references is None else self._references.before
         if self._references is not None and before is not None:
@@ -293,14 +294,14 @@ class LayerCalls:
         """Whether a call may change what is no part of its module: the last stage completes the step."""
         return self._stage.last and part not in self.cache.state.root_of
 
-    def _note_kept(self, name: str, module: nn.Module, watch: Watch) -> None:
+    def _note_kept(self, name: str, module: nn.Module, watch: Watch, kept: Snapshot) -> None:
         """Note what a call has changed in its module.
 
         Raises:
             CutError: other modules hold that, too, it has changed another module, or there are several pipes.
         """
         state = self.cache.state
-        for place, _, altered in watch.kept.altered():
+        for place, _, altered in kept.altered():
             part = module.get_submodule(place[0])
             again = not state.keep(part, place[1])
             # what it sets once, such as a mask, it may set on each of several ranks; losses it sets in each call
@@ -320,8 +321,8 @@ class LayerCalls:
         """
         if not all(map(same_values, map(local, module.parameters()), values)):
             raise found_changed(f"a parameter of '{name}'")
-        state = self.cache.state
-        for (path, attribute), known, in_place in () if self._watch is None else self._watch.kept.altered():
+        state, kept = self.cache.state, None if self._watch is None else self._watch.kept
+        for (path, attribute), known, in_place in () if kept is None else kept.altered():
             part = module.get_submodule(path)
             if not known or attribute in part._buffers:
                 continue  # of buffers `BufferGuard` tells
@@ -339,7 +340,7 @@ class LayerCalls:
 
     def _seek(self) -> None:
         """Look for attributes, and note that the call may use the tensors that its module keeps."""
-        if self._running is None or (self._watch is not None and self._watch.seeks):
+        if self._running is None or (self._watch is not None and self._watch.kept):
             return
         watch = self._watch = self._watch or Watch(*self._running, (), ())
         reached = () if self._references is None else self._references.reached
