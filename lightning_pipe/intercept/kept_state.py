@@ -87,13 +87,10 @@ def is_metric(kind: type[nn.Module]) -> bool:
     return any(str(base.__module__).partition(".")[0] == "torchmetrics" for base in kind.__mro__)
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two values say the same; the order of keys does not count."""
-    return one is other or _equal(one, other, set())
-
-
-def _equal(one: Any, other: Any, seen: set[int]) -> bool:
-    if type(one) is not type(other) or id(one) in seen:
+def alike(one: Any, other: Any, seen: set[tuple[int, int]] | None = None) -> bool:
+    """Whether two values say the same; the order of keys does not count. What has been ``seen`` may hold itself."""
+    pair, seen = (id(one), id(other)), set() if seen is None else seen
+    if one is other or type(one) is not type(other) or pair in seen:
         return type(one) is type(other)
     if isinstance(one, (Tensor, np.ndarray)):
         with DisableTorchFunction(), torch.no_grad():
@@ -101,7 +98,7 @@ def _equal(one: Any, other: Any, seen: set[int]) -> bool:
     held, others = inside(one), inside(other)
     if held is None or isinstance(held, set | frozenset):
         return bool(one == other or (one != one and other != other))
-    seen.add(id(one))
+    seen.add(pair)
     if isinstance(held, Mapping):
-        return held.keys() == others.keys() and all(_equal(value, others[key], seen) for key, value in held.items())
-    return len(held) == len(others) and all(_equal(item, twin, seen) for item, twin in zip(held, others, strict=True))
+        return held.keys() == others.keys() and all(alike(value, others[key], seen) for key, value in held.items())
+    return len(held) == len(others) and all(alike(item, twin, seen) for item, twin in zip(held, others, strict=True))

@@ -51,6 +51,12 @@ def test_what_holds_itself_is_compared() -> None:
     assert alike(one, other)
 
 
+def test_what_is_held_twice_is_compared_twice() -> None:
+    held = [1]
+    assert alike([held, held], [[1], [1]])
+    assert not alike([held, held], [[1], [2]])
+
+
 def test_modules_of_libraries_are_known() -> None:
     class Own(nn.Module):
         pass
