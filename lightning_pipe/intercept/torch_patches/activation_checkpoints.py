@@ -73,22 +73,13 @@ def run_again(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs) if replay is None else replay.call(forward, args, kwargs)
 
 
-def _passes_over() -> bool:
-    """Whether the checkpoint that begins now surrounds a skipped layer; fills the placeholders if it does not."""
-    run = under_way.run
-    if run is None or not run.tracker.waiting:
-        return False
-    if run.tracker.complete:
-        run.arrive()
-        return False
-    return True
-
-
 def _without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    if _passes_over():
-        yield
-        return
     run = under_way.run
+    if run is not None and run.tracker.waiting:
+        if run.pending is None or not run.tracker.complete:  # it surrounds a skipped layer
+            yield
+            return
+        run.arrive()
     if run is None or run.surroundings.inside or run.tracker.function:
         yield from _other(function, *args, **kwargs)
         return

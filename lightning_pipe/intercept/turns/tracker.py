@@ -134,7 +134,7 @@ class TurnTracker(Tracker):
     def learn(self) -> Crossing:
         """Learn what the rank with the turn has done, until it ends its turn; returns that."""
         told = self._ask()
-        if len(self.calls) != len(self.expected):
+        if not self.complete:
             raise CutError(
                 f"this rank has followed {len(self.calls)} calls outside its layers, rank {self.holder} has made "
                 f"{len(self.expected)}.",
@@ -219,11 +219,6 @@ class TurnTracker(Tracker):
         if self.waiting:
             self._ask()
         return super().following()
-
-    @property
-    def complete(self) -> bool:
-        """A rank that waits never knows that the turn comes to it before a layer of its own is called."""
-        return False
 
     # ------------------------------------------------------------------ the mode
 
