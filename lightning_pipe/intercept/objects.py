@@ -42,7 +42,7 @@ def state_of(name: str, changed: Any, objects: Sequence[Any]) -> tuple[bytes, li
     if isinstance(changed, _CONTAINERS):
         raise unseen(name, changed)
     file = io.BytesIO()
-    pickler = _Pickler(file, {id(each): number for number, each in enumerate(objects)})
+    pickler = _Pickler(file, objects)
     try:
         pickler.dump(dict(attributes_of(changed)))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -59,7 +59,7 @@ def put_state(target: Any, state: bytes, tensors: Sequence[Any], objects: Sequen
         tensors: what stands for the tensors.
         objects: what the arguments of the call here lead to, as `objects_of` lists them.
     """
-    new: Mapping[str, Any] = _Unpickler(state, tensors, objects).load()
+    new: Mapping[str, Any] = _Unpickler(state, [*objects, *tensors]).load()
     # The object stays the same one: the user's code between the layers refers to it.
     attributes = attributes_of(target)
     merged = {name: _merged(attributes.get(name), value) for name, value in new.items()}
@@ -120,28 +120,26 @@ def same_content(one: Content, other: Content) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out tensors, and objects that the other ranks have."""
+    """Leaves out objects that the other ranks have, and tensors, whose numbers follow."""
 
-    def __init__(self, file: io.BytesIO, known: Mapping[int, int]) -> None:
+    def __init__(self, file: io.BytesIO, objects: Sequence[Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._known = known
+        self._known = {id(each): number for number, each in enumerate(objects)}
         self.tensors: list[Tensor] = []
 
-    def persistent_id(self, obj: Any) -> tuple[bool, int] | None:
+    def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, Tensor):
             self.tensors.append(obj)
-            return True, len(self.tensors) - 1
-        number = self._known.get(id(obj))
-        return None if number is None else (False, number)
+            return len(self._known) + len(self.tensors) - 1
+        return self._known.get(id(obj))
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts in tensors and objects of this rank."""
+    """Puts in objects and tensors of this rank."""
 
-    def __init__(self, data: bytes, tensors: Sequence[Any], objects: Sequence[Any]) -> None:
+    def __init__(self, data: bytes, there: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(data))
-        self._tensors, self._objects = tensors, objects
+        self._there = there
 
     def persistent_load(self, pid: Any) -> Any:
-        is_tensor, number = pid
-        return self._tensors[number] if is_tensor else self._objects[number]
+        return self._there[pid]
