@@ -86,7 +86,7 @@ class Pipeline(PartitionedModule):
         self.training_executor = self.executor if self.passes == 1 else self._executor(self.passes, {})
         self._signatures = defaultdict[Hashable, int](count().__next__)
         # which calls draw random numbers, in evaluations and in training
-        self._draws = [all_draws(transport.device, len(self.names)) for _ in range(2)]
+        self._draws = [all_draws(transport.device) for _ in range(2)]
         self.program = cache(self._lowered)
         self._buffer_sync = BufferSync(module, self._interceptor.state.around, transport, self.owners)
         if self.deferred_batch_norm and self.synchronous:

@@ -91,14 +91,13 @@ class Draws:
 
     Args:
         generators: the generators.
-        layers: how many layers there are.
 
     Attributes:
         generators: as given.
     """
 
-    def __init__(self, generators: TorchGenerators | LibraryGenerators, layers: int = 0) -> None:
-        self.generators, self._layers = generators, layers
+    def __init__(self, generators: TorchGenerators | LibraryGenerators) -> None:
+        self.generators = generators
         self._begun, self._leaves_alone = 0, True
         self._watched: dict[int, set[int]] = {}
         self._drawing: set[int] = set()
@@ -110,12 +109,6 @@ class Draws:
             return self._begun, frozenset()
         seen = {call for call, batches in self._watched.items() if len(batches) >= _BATCHES}
         return self._begun, frozenset(seen - self._drawing)
-
-    def call_of(self, key: tuple[int, ...]) -> int | None:
-        """The number of the layer whose call has a key, or that of a module outside them; ``None`` of other code."""
-        if len(key) > 1:
-            return None
-        return key[0] % self._layers if key[0] >= 0 and self._layers else key[0]
 
     def watch(self, call: int, batch: int, seed: int) -> None:
         """A call that was not left alone ends; ``seed`` is what it began with."""
@@ -130,6 +123,6 @@ class Draws:
         self._leaves_alone = self._leaves_alone and not self.generators.moved_since(seed)
 
 
-def all_draws(device: torch.device, layers: int = 0) -> list[Draws]:
-    """Nothing seen yet of the calls of so many layers: from torch's generators, and from those of libraries."""
-    return [Draws(TorchGenerators(device), layers), Draws(LibraryGenerators(), layers)]
+def all_draws(device: torch.device) -> list[Draws]:
+    """Nothing seen yet of the calls: from torch's generators, and from those of libraries."""
+    return [Draws(TorchGenerators(device)), Draws(LibraryGenerators())]

@@ -101,7 +101,9 @@ class LayerCalls:
         self._references: References | None = None
         self._skips, self.cache = skips, cache
 
-    def run(self, name: str, key: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(
+        self, name: str, key: tuple[int, ...], module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
         if torch.is_inference_mode_enabled():
             return counting()(self.run)(name, key, module, forward, args, kwargs)
@@ -112,7 +114,7 @@ class LayerCalls:
         # nothing in them can change; a pair of tensors is what most layers of language models are given (RoPE)
         plain = flat or all(FLAT.issuperset(map(type, each if type(each) is tuple else (each,))) for each in given)
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-        if key < 0:  # an outside module
+        if key[0] < 0:  # an outside module
             cache.parameter_use.run(name)
             for parameter in module.parameters():
                 cache.parameter_use.use(parameter)
@@ -120,7 +122,7 @@ class LayerCalls:
         cache.state.runs(module, self._stage.stage)
         around = self._running, self._watch, self._references  # a hook on a part of a layer may call others
         try:
-            with tracker.paused(), tracker.surroundings.stream(key):
+            with tracker.paused(), tracker.surroundings.stream(*key):
                 tracker.touch(tensors, name)
                 if self._others and self._kept:
                     tracker.touch(self._moved(arguments), name)

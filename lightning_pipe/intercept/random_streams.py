@@ -78,8 +78,11 @@ class RandomStreams:
         self._silent = frozenset.intersection(*(quiet for _, quiet in self._alone))
 
     def isolated(self, micro_batch: int, *key: int) -> AbstractContextManager[None]:
-        """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
-        call = self._draws[0].call_of(key) if self._watches else None
+        """A context with the stream of ``key``; the stream outside goes on as if nothing had happened.
+
+        A key begins with the number of a layer, that of a module outside them, which is below -1, or -1 for other code.
+        """
+        call = key[0] if self._watches and key[0] != -1 else None
         if call in self._silent:  # as mostly
             return _AS_IT_IS
         draws = [each for each, quiet in self._alone if call not in quiet]

@@ -40,11 +40,6 @@ class StageLayers(NamedTuple):
         return self.layers.stop == len(self.names)
 
     @property
-    def first_name(self) -> str:
-        """The name of the first layer."""
-        return self.names[self.layers.start]
-
-    @property
     def next_name(self) -> str:
         """The name of the next stage's first layer."""
         return self.names[self.layers.stop]
@@ -66,7 +61,7 @@ class CallNumbers:
         self._calls: dict[int, int] = {}
         self._passes, self._at = 0, 0
 
-    def next(self, layer: int) -> tuple[int, int]:
+    def next(self, layer: int) -> tuple[int, tuple[int, int]]:
         """The layer that is called now among those of all passes, and the key of the call's random stream.
 
         Raises:
@@ -75,7 +70,6 @@ class CallNumbers:
         stage, number = self._stage, layer
         # every call draws from a stream of its own, whichever stage makes it
         calls = self._calls.get(layer, 0)
-        key = layer + self._in_one_pass * calls
         self._calls[layer] = calls + 1
         self.behind, self._latest = "" if calls else self._latest, stage.names[layer]
         if stage.stage_of:
@@ -87,4 +81,4 @@ class CallNumbers:
                 f"layer '{stage.names[layer]}' is called in one pass more than the {self._passes} that were asked for.",
                 hint="Use PipeStrategy(passes=...) with the number of passes that a training step makes.",
             )
-        return number, key
+        return number, (layer, calls)

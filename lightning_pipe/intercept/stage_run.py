@@ -178,7 +178,7 @@ class StageRun:
     def returned(self, result: Any) -> None:
         """The step has returned, (6): only where it may, and what outlives it counts as used."""
         if self.pending is not None or not self.stage.last:
-            missing = self.stage.next_name if self.pending is None else self.stage.first_name
+            missing = self.stage.next_name if self.pending is None else self.stage.names[self.stage.layers.start]
             if result is None:
                 raise CutError(
                     f"the step returned None before layer '{missing}' was called: a pipeline cannot "
@@ -223,7 +223,7 @@ class StageRun:
         held = self.layer_calls.cache.parameter_use.holds_all
         if self.tracker.come_back and not held(module.parameters()):
             self._come_back(name)  # its rank runs it before its layers
-        return self.layer_calls.run(name, key, module, forward, args, kwargs)
+        return self.layer_calls.run(name, (key,), module, forward, args, kwargs)
 
     # ------------------------------------------------------------------ the two ends of a stage
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_pipe.intercept.generators import Draws, LibraryGenerators, TorchGenerators
+from lightning_pipe.intercept.random_streams import RandomStreams
 
 CPU = torch.device("cpu")
 LIBRARIES, TORCH = LibraryGenerators(), TorchGenerators(CPU)
@@ -74,7 +75,7 @@ class Rank:
     """One rank that runs batches of one run each."""
 
     def __init__(self) -> None:
-        self.draws = Draws(LIBRARIES, 2)
+        self.draws = Draws(LIBRARIES)
 
     def run(self, *drawing: int, calls: Sequence[int] = (0, 1, -1), around: bool = False) -> set[int]:
         """Run a batch in which some calls draw. Returns which of its calls were left alone."""
@@ -121,7 +122,7 @@ def test_batches_count_that_call_a_layer() -> None:
 
 
 def test_batches_begin_before_others_end() -> None:
-    draws = Draws(LIBRARIES, 1)
+    draws = Draws(LIBRARIES)
     begun = [draws.begin_batch() for _ in range(5)]
     assert all(not quiet for _, quiet in begun)
     LIBRARIES.seed(1)
@@ -134,10 +135,17 @@ def test_batches_begin_before_others_end() -> None:
 
 
 def test_keys_belong_to_calls() -> None:
-    draws = Draws(LIBRARIES, 3)
-    assert [draws.call_of((key,)) for key in (0, 2, 3, 7, -1, -4)] == [0, 2, 0, 1, -1, -4]
-    assert draws.call_of((-1, 5)) is draws.call_of((-1, 5, 0)) is None  # code outside, and hooks inside
-    assert Draws(LIBRARIES).call_of((-2,)) == -2
+    watched: list[int] = []
+
+    class Watching(Draws):
+        def watch(self, call: int, batch: int, seed: int) -> None:
+            watched.append(call)
+
+    streams = RandomStreams(0, CPU, draws=[Watching(LIBRARIES)])
+    for key in ((0, 0), (2, 0), (2, 1), (-1, 5), (-1, 5, 0), (-4,)):  # of -1: code outside, and hooks inside
+        with streams.isolated(0, *key):
+            pass
+    assert watched == [0, 2, 2, -4]
 
 
 def test_nothing_is_left_alone_if_code_around_the_layers_draws() -> None:

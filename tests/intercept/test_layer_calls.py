@@ -41,9 +41,9 @@ def test_a_layer_runs_in_its_stream_and_is_recorded() -> None:
         return linear(given)
 
     with calls.tracker:
-        result = calls.run("0", 7, linear, forward, (x,), {})
+        result = calls.run("0", (7, 0), linear, forward, (x,), {})
     assert not calls.tracker.surroundings.inside
-    assert streams == [(7,)]
+    assert streams == [(7, 0)]
     [call] = calls.tracker.calls
     assert (call.name, call.numbers, call.differentiable) == ("0", (0,), (True,))
     assert calls.tracker.numbers.of(result) == 0
@@ -56,7 +56,7 @@ def test_a_layer_that_fails_leaves_no_record() -> None:
         raise ValueError("stop")
 
     with calls.tracker, pytest.raises(ValueError, match="stop"):
-        calls.run("0", 0, nn.Identity(), forward, (), {})
+        calls.run("0", (0, 0), nn.Identity(), forward, (), {})
     assert not calls.tracker.surroundings.inside
     assert calls.tracker.calls == []
 
@@ -70,7 +70,7 @@ def test_a_skip_connection_with_a_route_gets_a_number_of_its_own() -> None:
         return out
 
     with calls.tracker, stored_in(calls._skips):
-        calls.run("0", 0, nn.Identity(), stash, (x,), {})
+        calls.run("0", (0, 0), nn.Identity(), stash, (x,), {})
     [call] = calls.tracker.calls
     assert call.stashed == (EARLY,)
     assert calls.routed == {0: 2}
@@ -85,11 +85,11 @@ def test_a_module_that_a_hook_in_a_layer_calls_leaves_the_layer_watched() -> Non
     def forward(given: Tensor) -> Tensor:
         layer.kept = given * 2
         with acting(calls.tracker):
-            calls.run("head", -2, outside, outside.forward, (given,), {})
+            calls.run("head", (-2,), outside, outside.forward, (given,), {})
         return given * 3
 
     with calls.tracker:
-        calls.run("0", 0, layer, forward, (x,), {})
+        calls.run("0", (0, 0), layer, forward, (x,), {})
     head, call = calls.tracker.calls
     assert (head.name, head.effects) == ("head", ())
     assert [effect.where for effect in call.effects] == [("", "kept")]

@@ -120,7 +120,7 @@ class TurnRun(StageRun):
         self.tracker.pass_to(self._mail.place(name, held, self.tracker.holder), leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)
-        return self._run(name, key, module, forward, args, kwargs)
+        return self._run(name, (key,), module, forward, args, kwargs)
 
     def _run(self, name: str, *call: Any) -> Any:
         # what has been stashed on other ranks it may pop
