@@ -106,10 +106,7 @@ class TurnRun(StageRun):
     def call_layer(self, number: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer of the sequence is called."""
         _, key = self._numbers.next(number)
-        self.tracker.pass_to(self._ranks[number], leaves_of(args, kwargs))
-        if self.tracker.waiting:
-            return self.skipped_layers.answer(self._names[number], layer, args, kwargs)
-        return self._run(self._names[number], key, layer, forward, args, kwargs)
+        return self._call(self._ranks[number], self._names[number], key, layer, forward, args, kwargs)
 
     @override
     def call_module(
@@ -117,12 +114,13 @@ class TurnRun(StageRun):
     ) -> Any:
         """A module outside the sequence that has parameters is called."""
         held = [*module.parameters(), *module.buffers()]
-        self.tracker.pass_to(self._mail.place(name, held, self.tracker.holder), leaves_of(args, kwargs))
+        rank = self._mail.place(name, held, self.tracker.holder)
+        return self._call(rank, name, (key,), module, forward, args, kwargs)
+
+    def _call(self, rank: int, name: str, key: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        self.tracker.pass_to(rank, leaves_of(args, kwargs))
         if self.tracker.waiting:
             return self.skipped_layers.answer(name, module, args, kwargs)
-        return self._run(name, (key,), module, forward, args, kwargs)
-
-    def _run(self, name: str, *call: Any) -> Any:
         # what has been stashed on other ranks it may pop
         self.tracker.touch([each for each in self.skips.values() if isinstance(each, Placeholder)], name)
-        return self.layer_calls.run(name, *call)
+        return self.layer_calls.run(name, key, module, forward, args, kwargs)
