@@ -21,10 +21,6 @@ from lightning_pipe.intercept.torch_patches.activation_checkpoints import run_ag
 
 # What ``Function.apply`` calls, of which code may have taken the one of its class before: ``apply = MyFunction.apply``.
 _below: Any = Function.__mro__[1]
-_ONE_LAYER = (
-    "Let the Function and what it calls be one layer: layers=[...] names the module around them. Or keep all layers on "
-    "one device, of which strategy='ddp' uses several."
-)
 
 
 def called_within(function: str, name: str) -> CutError:
@@ -32,7 +28,8 @@ def called_within(function: str, name: str) -> CutError:
     return CutError(
         f"the torch.autograd.Function '{function}' calls '{name}': its backward may compute that again, in an order of "
         "its own.",
-        hint=_ONE_LAYER,
+        hint="Let the Function and what it calls be one layer: layers=[...] names the module around them. Or keep all "
+        "layers on one device, of which strategy='ddp' uses several.",
     )
 
 
