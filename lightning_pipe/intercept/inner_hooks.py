@@ -68,20 +68,5 @@ def _show(
     call = f"{name}.{place[0]}"
     tracker.calls.append(CallRecord(call, *tracker.numbers.give_all(new), structure, leaves, hook=place))
     tracker.digest.call(call, ())
-    # What a hook does counts as code outside layers: stages that skip the layer let it do the same.
-    with acting(tracker):
+    with tracker.acting():
         return hook(part, *given)
-
-
-@contextmanager
-def acting(tracker: Tracker) -> Iterator[None]:
-    """While a hook acts: it is followed, and draws the same random numbers on all stages."""
-    surroundings = tracker.surroundings
-    surroundings.inner_hook = True
-    try:
-        # All stages have appended the hook's call by now, so they agree on the position. The last number tells this
-        # stream from the one of a torch function at the same position; see `Tracker._run`.
-        with surroundings.stream(-1, len(tracker.calls), 0), tracker.resumed():
-            yield
-    finally:
-        surroundings.inner_hook = False

@@ -78,10 +78,8 @@ class RandomStreams:
         self._silent = frozenset.intersection(*(quiet for _, quiet in self._alone))
 
     def isolated(self, micro_batch: int, *key: int) -> AbstractContextManager[None]:
-        """A context with the stream of ``key``; the stream outside goes on as if nothing had happened.
-
-        A key begins with the number of a layer, that of a module outside them, which is below -1, or -1 for other code.
-        """
+        """A context with the stream of ``key``; the stream outside goes on as if nothing had happened."""
+        # keys begin with the number of a layer, that of a module outside them, which is below -1, or -1 for other code
         call = key[0] if self._watches and key[0] != -1 else None
         if call in self._silent:  # as mostly
             return _AS_IT_IS

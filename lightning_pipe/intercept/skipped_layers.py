@@ -11,7 +11,6 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.call_record import CallRecord
 from lightning_pipe.intercept.describe import stand_ins
 from lightning_pipe.intercept.effects import containers_in
-from lightning_pipe.intercept.inner_hooks import acting
 from lightning_pipe.intercept.kept_state import Key, now, put, put_all
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.objects import objects_of, put_state
@@ -115,7 +114,7 @@ class SkippedLayers:
                 )
             leaves, tensors = self._leaves(call, arguments)
             tracker.follow(tensors, call)
-            with acting(tracker):
+            with tracker.acting():
                 hooks[number](part, *tree_unflatten(leaves, call.structure))
 
     def _leaves(self, call: CallRecord, arguments: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:

@@ -199,7 +199,10 @@ class Tracker(TorchFunctionMode):
         """Record and number one torch call outside layers."""
         kwargs = kwargs or {}
         if self._off or self.function:
-            return self._unrecorded(func, args, kwargs)
+            if not self._off:  # what an autograd Function uses counts, and no more: other stages have its results
+                tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+                self.touch(tensors, function_name(func), new=True)
+            return func(*args, **kwargs)
         name = function_name(func)
         gradient = name in ("grad.__get__", "grad.__set__") and isinstance(args[0], nn.Parameter)
         if gradient and (owned := self._parameter_use.name_of(args[0])) is not None and args[0].requires_grad:
@@ -227,12 +230,6 @@ class Tracker(TorchFunctionMode):
         # what a hook refers to changes in backward passes, at other times on every rank
         self.digest.call(name, tensors if name == "register_hook" else leaves, kwargs)
         return (self._answer if self.waiting else self._run)(name, func, args, kwargs, tensors)
-
-    def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._off:  # what an autograd Function uses counts, and no more: other stages have its results
-            tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
-            self.touch(tensors, function_name(func), new=True)
-        return func(*args, **kwargs)
 
     def _plain(self, name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], tensors: list[Tensor]) -> Any:
         """Call a function of what is not derived: every stage has it, and does the same."""
@@ -343,15 +340,23 @@ class Tracker(TorchFunctionMode):
         return _Paused(self)
 
     @contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Within `paused`: the code counts as code outside layers, whose torch calls are recorded."""
-        off, self._off, self.surroundings.inside = self._off, 0, False
+    def acting(self) -> Iterator[None]:
+        """Within `paused`, while a hook acts: it is followed, and draws the same random numbers on all stages."""
+        off, around = self._off, self.surroundings
+        around.inner_hook = True
         try:
-            # Silenced by a count, the mode is still on torch's stack; otherwise `_Paused` has taken it off.
-            with nullcontext() if off else self:
-                yield
+            # All stages have appended the hook's call by now, so they agree on the position. The last number tells this
+            # stream from the one of a torch function at the same position; see `_run`.
+            with around.stream(-1, len(self.calls), 0):
+                self._off, around.inside = 0, False
+                try:
+                    # Silenced by a count, the mode is still on torch's stack; otherwise `_Paused` has taken it off.
+                    with nullcontext() if off else self:
+                        yield
+                finally:
+                    self._off, around.inside = off, True
         finally:
-            self._off, self.surroundings.inside = off, True
+            around.inner_hook = False
 
 
 class _Paused:

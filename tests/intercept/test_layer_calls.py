@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.intercept.inner_hooks import acting
 from lightning_pipe.intercept.layer_calls import LayerCalls
 from lightning_pipe.intercept.stage_layers import StageLayers
 from lightning_pipe.skip import SkipKey, StepStore, put, stored_in
@@ -84,7 +83,7 @@ def test_a_module_that_a_hook_in_a_layer_calls_leaves_the_layer_watched() -> Non
 
     def forward(given: Tensor) -> Tensor:
         layer.kept = given * 2
-        with acting(calls.tracker):
+        with calls.tracker.acting():
             calls.run("head", (-2,), outside, outside.forward, (given,), {})
         return given * 3
 

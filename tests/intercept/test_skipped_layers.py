@@ -37,7 +37,7 @@ def recorded(
         cache or run_cache(),
     )
     with first:
-        result = calls.run(NAMES[0], 0, module, module.forward, args, {})
+        result = calls.run(NAMES[0], (0, 0), module, module.forward, args, {})
     return result, first.calls[-1], first
 
 
