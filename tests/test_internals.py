@@ -24,6 +24,7 @@ OTHERS = {
     "_current_frames": "sys, documented",
     "_getframe": "sys, documented",
     "_fields": "named tuples, documented",
+    "_make": "named tuples, documented",
     "_replace": "named tuples, documented",
     "_fingerprint": "datasets, in the recipes",
     "_catalog": "gettext, in the recipes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -101,9 +101,7 @@ class LayerCalls:
         self._references: References | None = None
         self._skips, self.cache = skips, cache
 
-    def run(
-        self, name: str, key: tuple[int, ...], module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def run(self, name: str, key: tuple[int, ...], module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Call ``forward`` with the random stream of ``key``, and record what the call leaves behind."""
         if torch.is_inference_mode_enabled():
             return counting()(self.run)(name, key, module, forward, args, kwargs)

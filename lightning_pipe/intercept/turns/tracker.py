@@ -199,11 +199,9 @@ class TurnTracker(Tracker):
 
     def _fill(self, crossing: Crossing) -> None:
         for number, spec, _, shared in crossing.path.entries:
-            if isinstance(self.numbers.find(number), Placeholder):
+            if isinstance(filled := self.numbers.find(number), Placeholder):
                 self.numbers.fill(number, spec.lay_out(crossing.tensors[number]).detach())
-                filled = self.numbers.find(number)
-                if filled is not None:
-                    self._elsewhere[number] = version_of(filled), shared
+                self._elsewhere[number] = version_of(filled), shared
 
     # ------------------------------------------------------------------ the tracker's own questions
 
@@ -232,10 +230,8 @@ class TurnTracker(Tracker):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        if not self.partial:
-            return super()._run(name, func, args, kwargs, tensors)
         own = kwargs.get("generator")
-        before = self._states(own) if (random := draws(func, name)) else ()
+        before = self._states(own) if (random := self.partial and draws(func, name)) else ()
         result = super()._run(name, func, args, kwargs, tensors)
         if random and (after := self._states(own)) != before:  # the other ranks go on with the same numbers
             self.calls[-1] = self.calls[-1]._replace(drawn=after)
