@@ -82,15 +82,17 @@ class SharedDataLoader:
         sampler = getattr(self.loader, "batch_sampler", None)
         if isinstance(sampler, IndexBatchSampler) and not self.loads:
             sampler.seen_batch_indices = []
-        batches = self._batches(iterator)
-        return batches if self.compare is None else self._compared(batches, self.compare)
+        return self._batches(iterator)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         # as where they are loaded, or the host would wait for their way to the device
         pins = not self.loads and getattr(self.loader, "pin_memory", False) and self._transport.device.type == "cuda"
         for number in count():
             what, batch, indices = self._loaded(partial(self._next, iterator, number))
-            if what == "stop":
+            ended = what == "stop"
+            if self.compare is not None:
+                self.compare(number if ended else number + 1, ended)
+            if ended:
                 return
             if indices is not None and not self.loads:
                 self.loader.batch_sampler.seen_batch_indices.append(indices)
@@ -125,13 +127,6 @@ class SharedDataLoader:
         before, vars(self)["_states"] = self._states, _random_states()
         self.share((*loaded, {name: state for name, state in self._states.items() if state != before.get(name)}))
         return loaded
-
-    def _compared(self, batches: Iterator[Any], compare: Callable[[int, bool], None]) -> Iterator[Any]:
-        number = 0
-        for number, batch in enumerate(batches, start=1):
-            compare(number, False)
-            yield batch
-        compare(number, True)
 
     def __len__(self) -> int:
         if self._length is None:
