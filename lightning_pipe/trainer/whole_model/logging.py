@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from lightning_pipe.patches import replaced
 from lightning_pipe.torch_internals import DisableTorchFunction
 
 _log, _to = pl.LightningModule.log, ResultMetric.to
+_OPTIONS = tuple(inspect.signature(_log).parameters)[3:]  # behind the module, the name and the value
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
@@ -123,7 +125,8 @@ class Log:
 
         def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
             if self._current is not None and id(module) in names:
-                self._record(names[id(module)], module, name, value, _named(args) | options)
+                given = dict(zip(_OPTIONS, args, strict=False)) | options
+                self._record(names[id(module)], module, name, value, given)
                 return
             if isinstance(value, AbsentTensor):
                 raise value.origin.error(
@@ -270,9 +273,3 @@ def _reduction(function: Any) -> str:
 def _default_dtype() -> torch.dtype:
     dtype = torch.get_default_dtype()
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def _named(args: Sequence[Any]) -> dict[str, Any]:
-    """Positional options of ``log`` by name."""
-    order = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group")
-    return dict(zip(order, args, strict=False))

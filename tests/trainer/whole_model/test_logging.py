@@ -146,6 +146,17 @@ def test_dictionaries_and_own_log_methods() -> None:
     assert results(logged, [1]) == {"my_a": 1.0, "my_b": 2.0}
 
 
+def test_options_without_names_are_those_of_lightning() -> None:
+    module, logged = Module(), Logged()
+    log = Log(module, {})
+    with log.installed(), log.recording(logged, 0):
+        module.log("x", 1.0, False, None, True, None, "sum", False, False, None, True, 3)
+    (one,) = logged[0].values()
+    assert one.reduction == "sum"
+    assert one.options["on_step"] is True
+    assert one.options["batch_size"] == 3
+
+
 def test_metrics_go_by_their_name() -> None:
     module = Module()
     module.metric(3.0)
