@@ -84,14 +84,9 @@ class Owners:
         for number, index in state_entries(checkpoint):
             path = ("optimizer_states", number, "state", index)
             yield path, checkpoint["optimizer_states"][number]["state"][index], self.of_state(number, index)
-        yield from self._named({key: value for key, value in checkpoint.items() if key != "optimizer_states"}, ())
-
-    def _named(self, node: Any, path: Path) -> Iterator[tuple[Path, Any, int]]:
-        for key, value in _items(node):
-            if not isinstance(value, Tensor):
-                yield from self._named(value, (*path, key))
-            elif plain_name(key, self._shapes) is not None:
-                yield (*path, key), value, self.of_tensor(key, value)
+        for path, value in _tensors({key: each for key, each in checkpoint.items() if key != "optimizer_states"}):
+            if plain_name(path[-1], self._shapes) is not None:
+                yield path, value, self.of_tensor(path[-1], value)
 
 
 def plain_name(key: Any, names: Container[str]) -> str | None:
@@ -161,20 +156,19 @@ def receive(transport: Transport, rank: int) -> Any:
     return pickle.loads(torch.cat(parts).numpy().data)
 
 
-def check_known(tree: Any, path: Path = ()) -> None:
+def check_known(tree: Any) -> None:
     """Raise if a part of a checkpoint has no value here, and no rank contributes it.
 
     Raises:
         CutError: says where it is.
     """
-    if isinstance(tree, Tensor) and is_absent(tree):
-        where = "checkpoint" + "".join(f"[{key!r}]" for key in path)
-        raise getattr(tree, "origin", Origin()).error(
-            f"{where} comes from parameters of other ranks",
-            "Add a dictionary with the names of the parameters: each value is then taken from a rank that has it.",
-        )
-    for key, value in _items(tree):
-        check_known(value, (*path, key))
+    for path, tensor in _tensors(tree):
+        if is_absent(tensor):
+            where = "checkpoint" + "".join(f"[{key!r}]" for key in path)
+            raise getattr(tensor, "origin", Origin()).error(
+                f"{where} comes from parameters of other ranks",
+                "Add a dictionary with the names of the parameters: each value is then taken from a rank that has it.",
+            )
 
 
 def replace_tensors(node: Any, replace: Callable[[Tensor], Any]) -> Any:
@@ -202,8 +196,13 @@ def divided_as(state: Any, parameter: Tensor | None) -> Any:
     return replace_tensors(state, part)
 
 
-def _items(node: Any) -> Iterable[tuple[Any, Any]]:
-    return node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+def _tensors(node: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors in nested containers, with their places."""
+    if isinstance(node, Tensor):
+        yield path, node
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+    for key, value in items:
+        yield from _tensors(value, (*path, key))
 
 
 def _first(ranks: Sequence[int], writer: int) -> int:
