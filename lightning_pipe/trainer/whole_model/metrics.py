@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,8 @@ class Metrics:
         found = [replaced(Metric, "forward", self._forward), replaced(Metric, "reset", self._reset)]
         found += [replaced(Metric, "sync", self._sync), replaced(Metric, "__setattr__", self._set_attribute)]
         for metric in self._metrics:
-            found.append(replaced(metric, "update", self._update(metric, metric.update)))
-            found.append(replaced(metric, "compute", self._compute(metric, metric.compute)))
+            found.append(replaced(metric, "update", partial(self._update, metric, metric.update)))
+            found.append(replaced(metric, "compute", partial(self._compute, metric, metric.compute)))
         with ExitStack() as changed:
             for each in found:
                 changed.enter_context(each)
@@ -128,52 +129,43 @@ class Metrics:
                 )
         _set_attribute(metric, name, value)
 
-    def _check_known(self, metric: Metric) -> None:
-        """Raise where a step asks for the result of batches that this rank has not seen."""
-        if self.alike or self._forwards or self._pipeline.is_loss_rank:
-            return
-        raise CutError(
-            f"the step computes the metric `self.{self.names[id(metric)]}` before it calls the layers of later stages, "
-            "and this rank does not know what the metric has counted: the rank with the last stage updates it.",
-            hint="Compute it after the last layer, or in a hook such as on_validation_epoch_end.",
-        )
+    def _update(self, metric: Metric, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._touch(metric)
+        share, given = self.share if self._world.local else None, (*args, *kwargs.values())
+        if share is not None and (window := self._windows.get(id(metric))) is not None:
+            raise ConfigurationError(
+                f"`self.{self.names[id(window)]}` keeps the last values that it was given. The step gives it one "
+                "for each micro-batch, so its window holds fewer batches than on one device.",
+                hint="Update the metric in on_train_batch_end, or use PipeStrategy(micro_batches=1).",
+            )
+        if share is not None and isinstance(metric, MeanMetric) and len(given) == 1 and np.ndim(given[0]) == 0:
+            return update(given[0], share)  # one number, such as a loss: the batch's one counts once
+        return update(*args, **kwargs)
 
-    def _update(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            self._touch(metric)
-            share, given = self.share if self._world.local else None, (*args, *kwargs.values())
-            if share is not None and (window := self._windows.get(id(metric))) is not None:
-                raise ConfigurationError(
-                    f"`self.{self.names[id(window)]}` keeps the last values that it was given. The step gives it one "
-                    "for each micro-batch, so its window holds fewer batches than on one device.",
-                    hint="Update the metric in on_train_batch_end, or use PipeStrategy(micro_batches=1).",
+    def _compute(self, metric: Metric, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        updates = self._pipeline.is_loss_rank
+        if self._world.local:
+            if not (updates or self.alike or self._forwards):
+                raise CutError(
+                    f"the step computes the metric `self.{self.names[id(metric)]}` before it calls the layers of later "
+                    "stages, and this rank does not know what the metric has counted: the rank with the last stage "
+                    "updates it.",
+                    hint="Compute it after the last layer, or in a hook such as on_validation_epoch_end.",
                 )
-            if share is not None and isinstance(metric, MeanMetric) and len(given) == 1 and np.ndim(given[0]) == 0:
-                return update(given[0], share)  # one number, such as a loss: the batch's one counts once
-            return update(*args, **kwargs)
-
-        return wrapper
-
-    def _compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self._world.local:
-                self._check_known(metric)
-                return compute(*args, **kwargs)
-            mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
-            transport, members = self._pipeline.transport, self._pipeline.pipeline_members
-            ranks, updates = self._pipeline.loss_ranks, self._pipeline.is_loss_rank
-            states = [transport.broadcast_object(mine, transport.peers[rank], members) for rank in ranks]
-            if updates and len(states) == 1:
-                return compute(*args, **kwargs)
-            _set(metric, _merge(metric, states) if len(states) > 1 else states[0])
-            try:
-                return compute(*args, **kwargs)
-            finally:
-                if updates:
-                    # what the other ranks have seen counts once, however often the result is asked for
-                    _set(metric, mine)
-
-        return wrapper
+            return compute(*args, **kwargs)
+        mine = ({name: getattr(metric, name) for name in metric._defaults}, metric._update_count)
+        transport, members = self._pipeline.transport, self._pipeline.pipeline_members
+        ranks = self._pipeline.loss_ranks
+        states = [transport.broadcast_object(mine, transport.peers[rank], members) for rank in ranks]
+        if updates and len(states) == 1:
+            return compute(*args, **kwargs)
+        _set(metric, _merge(metric, states) if len(states) > 1 else states[0])
+        try:
+            return compute(*args, **kwargs)
+        finally:
+            if updates:
+                # what the other ranks have seen counts once, however often the result is asked for
+                _set(metric, mine)
 
 
 def _set(metric: Metric, state: State) -> None:
