@@ -170,14 +170,11 @@ class EvaluationStream:
         if action.kind is not Kind.FORWARD:
             perform()
             return
-        if action.stage == self._last:
-            step.dropped = self._waits
+        step.dropped = self._waits and action.stage == self._last
+        try:
             self._evaluations.run_stage(step, action.stage, perform)
-        else:
-            try:
-                self._evaluations.run_stage(step, action.stage, perform)
-            except Exception as error:
-                if fetched.number > self._batches.given:
-                    error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))
-                raise
+        except Exception as error:
+            if fetched.number > self._batches.given:  # never in the last stage
+                error.add_note(_AHEAD.format(name=self._name, batch=fetched.number))
+            raise
         step.outputs = None if fetched.way.repeats else fetched.way.results
