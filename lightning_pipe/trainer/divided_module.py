@@ -68,22 +68,19 @@ class DividedModule:
         self._module, self._world, self._options = module, options.world, options
         self._seed, self._changed = seed, changed
         self.run: PipelineRun | None = None
-        self._at_once = options.sharding.at_once(module)
         self._known: tuple[list[str], list[str]] = [], []
 
     @contextmanager
-    def configuring(self, *, by_module: bool) -> Iterator[None]:
+    def configuring(self) -> Iterator[None]:
         """While the context lasts, what ``configure_model`` builds is recorded, and divided when it returns.
 
         Lightning calls the hook, and so do callbacks in their ``setup``: whoever is first finds the module divided.
-
-        Args:
-            by_module: whether it divides parameters itself: these have values before, all of them on every rank.
         """
         module, configure_model = self._module, self._module.configure_model
+        by_module = self._options.sharding.by_module
 
         def configure() -> None:
-            if by_module:
+            if by_module:  # what it divides has values before, all of them on every rank
                 initialise_meta(module, self._seed)
                 materialize(module)
             with nullcontext() if by_module else deferred_init():
@@ -142,7 +139,7 @@ class DividedModule:
         else:
             before = before or resume_divided(module, chosen.layers, world.transport, world.layout.stages)
             report = self._cut(chosen, before)
-        if not self._at_once:  # what is to be divided further gets values when it is: one layer after the other
+        if not options.sharding.at_once:  # else it gets values when it is divided further: one layer after the other
             materialize(module)
         pipeline = report.pipeline
         pipeline.reductions.dtype = options.reduce_dtype
@@ -174,15 +171,15 @@ class DividedModule:
             PartitionError: they are named, and are not there, or there are too few.
         """
         module, world, named = self._module, self._world, self._options.layers
-        before = resting(module)
+        before, at_once = resting(module), self._options.sharding.at_once
         if before is not None and named is None:
             return Chosen(before.layers)
         clear = known_layers(module, named)
         by_name = named is not None and (before is not None or not self._asks_for_work(clear))
-        if clear and (by_name or self._at_once):
+        if clear and (by_name or at_once):
             return Chosen(clear)
         whole = world.broadcast(may_be_whole(module, world.transport.device), 0)
-        if whole and not self._at_once:
+        if whole and not at_once:
             fn, seen = module.trainer.state.fn, _seen.get(module, {})
             names, calls = seen.get(TrainerFn.FITTING) or seen.get(fn) or ([], [])
             known = fn != TrainerFn.FITTING and names == [name for name, _ in module.named_parameters()]

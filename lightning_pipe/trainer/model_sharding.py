@@ -43,35 +43,28 @@ class ModelSharding:
     Args:
         options: the strategy, which has the user's options.
         mesh: of the processes, once they are connected.
+        by_module: whether the module may divide itself: it has a ``configure_model``, and some method asks for the
+            mesh.
+        at_once: whether the layers must be known before the first batch: parameters are divided by then.
         parameters: of the module of a run, which has been divided.
     """
 
     options: PipeStrategy
     mesh: Any = None
+    by_module: bool = False
+    at_once: bool = False
     parameters: FullySharded | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether an option asks for it."""
-        return in_parts(self.options.shard_optimizer, self.options.tensor_parallel_size)
-
-    def by_module(self, module: pl.LightningModule) -> bool:
-        """Whether the module may divide itself: it has a ``configure_model``, and some method asks for the mesh."""
+    def connect(self, module: pl.LightningModule, world: World) -> None:
+        """Learn what the module of a run divides, and make the mesh. Collective over the world."""
         methods = (value for kind in type(module).__mro__ for value in vars(kind).values())
-        return is_overridden("configure_model", module) and any(map(_asks_for_mesh, methods))
-
-    def at_once(self, module: pl.LightningModule) -> bool:
-        """Whether the layers must be known before the first batch: parameters are divided by then."""
-        return self.wanted or self.by_module(module)
-
-    def connect(self, module: pl.LightningModule, world: World) -> bool:
-        """Make the mesh. Collective over the world. Returns whether the module may divide itself."""
-        if self.mesh is None and self.at_once(module) and world.layout.world_size > 1:
+        self.by_module = is_overridden("configure_model", module) and any(map(_asks_for_mesh, methods))
+        self.at_once = in_parts(self.options.shard_optimizer, self.options.tensor_parallel_size) or self.by_module
+        if self.mesh is None and self.at_once and world.layout.world_size > 1:
             self.mesh = device_mesh(world.transport)
         if self.mesh is not None:
             module._device_mesh = self.mesh  # as ModelParallelStrategy does
-        return self.by_module(module)
 
     def divide(self, module: pl.LightningModule, run: PipelineRun) -> None:
         """Give this rank's stages their values, and divide their parameters. Collective over all processes.
@@ -81,7 +74,7 @@ class ModelSharding:
         """
         self.parameters, pipeline, options = None, run.pipeline, self.options
         transport, own = pipeline.transport, any(map(is_divided, module.parameters()))
-        if self.mesh is not None and self.by_module(module):
+        if self.mesh is not None and self.by_module:
             # a stage may have nothing of what the module has divided
             own = any(transport.all_gather_object(own, transport.topology.same_tensor_rank))
         asked = options.shard_optimizer == "parameters" and self.mesh is not None and self.mesh[DATA].size() > 1
@@ -96,7 +89,7 @@ class ModelSharding:
                 "reshard_after_forward=True frees whole parameters, and no replicas divide any.",
                 hint='Use shard_optimizer="parameters", or leave reshard_after_forward out.',
             )
-        if self.mesh is None or not (self.wanted or own):
+        if self.mesh is None or not (in_parts(options.shard_optimizer, options.tensor_parallel_size) or own):
             pipeline.synchronize()
             return
         check(module, pipeline)

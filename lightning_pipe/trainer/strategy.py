@@ -288,13 +288,13 @@ class PipeStrategy(ParallelStrategy):
             self._changed.enter_context(world.signals.installed())
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_module(module, trainer, fitting=fitting, ranks=self.pipeline_parallel_size)
-        by_module = self.sharding.connect(module, world)
+        self.sharding.connect(module, world)
         divided = self._divided = DividedModule(module, self, seed, self._changed)
         configured = is_overridden("configure_model", module)
         if configured:
-            self._changed.enter_context(divided.configuring(by_module=by_module))
+            self._changed.enter_context(divided.configuring())
         # callbacks that copy the module in their `setup` must find it divided
-        if not by_module:
+        if not self.sharding.by_module:
             divided.divide(later=configured or is_overridden("setup", module))
 
     @override

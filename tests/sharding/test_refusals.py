@@ -214,6 +214,9 @@ def test_whole_parameters_of_which_tensor_ranks_see_different_values() -> None:
         check_alike(module, transport)
 
 
+ALONE: Any = SimpleNamespace(layout=SimpleNamespace(world_size=1))
+
+
 class DividesInAHelper(L.LightningModule):
     """Its ``configure_model`` does not name the mesh itself."""
 
@@ -226,9 +229,12 @@ class DividesInAHelper(L.LightningModule):
 
 def test_modules_that_ask_for_the_mesh_are_found() -> None:
     sharding = PipeStrategy().sharding
-    assert sharding.by_module(DividesInAHelper())
-    assert sharding.by_module(MODELS["divides_itself"].build())
-    assert not sharding.by_module(MODELS["pairs"].build())
+    sharding.connect(DividesInAHelper(), ALONE)
+    assert sharding.by_module
+    sharding.connect(MODELS["pairs"].build(), ALONE)
+    assert not sharding.by_module
+    sharding.connect(MODELS["divides_itself"].build(), ALONE)
+    assert sharding.by_module
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -236,6 +242,7 @@ def test_a_module_that_divides_itself_over_tensor_ranks_alone(here: bool) -> Non
     """Wherever its parts are. What divides itself over both is trained in test_checkpoints and test_fully_sharded."""
     sharding = PipeStrategy(shard_optimizer="parameters").sharding
     module: Any = DividesInAHelper()
+    sharding.connect(module, ALONE)
     sharding.mesh = {"data_parallel": SimpleNamespace(size=lambda: 2)}
     module.parameters = lambda: [torch.ones(2).as_subclass(DTensor)] if here else []
     places = SimpleNamespace(same_tensor_rank=())
