@@ -498,7 +498,7 @@ class PipeStrategy(ParallelStrategy):
 
     def _checkpoints(self) -> Checkpoints:
         assert self.lightning_module is not None
-        return Checkpoints(self.lightning_module, self.pipeline, self.world, self._holders)
+        return Checkpoints(self.lightning_module, self.pipeline, self.world.transport, self._holders)
 
     @override
     def save_checkpoint(

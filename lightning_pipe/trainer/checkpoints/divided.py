@@ -33,7 +33,6 @@ from lightning_pipe.trainer.checkpoints.entries import (
     replace_tensors,
     state_entries,
 )
-from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.base import Transport
 
 Location = str | Path
@@ -47,23 +46,19 @@ class Checkpoints:
     Args:
         module: the LightningModule.
         pipeline: the module over the ranks; ``None`` before and after a run, when every rank has all of it.
-        world: the processes.
+        transport: this process's transport.
         holders: after a run, the ranks that had the values: the copies that callbacks keep are still divided.
     """
 
     module: pl.LightningModule
     pipeline: Pipeline | None
-    world: World
+    transport: Transport
     holders: Mapping[str, tuple[int, ...]]
-
-    @property
-    def _transport(self) -> Transport:
-        return self.world.transport
 
     @property
     def _writer(self) -> int:
         # process 0 writes, as it does with Lightning's own strategies
-        return self._transport.topology.locate(0)[1]
+        return self.transport.topology.locate(0)[1]
 
     # ------------------------------------------------------------------ saving
 
@@ -77,15 +72,15 @@ class Checkpoints:
             storage_options: for the plugin.
         """
         checkpoint = replace_tensors(checkpoint, whole)
-        if self._transport.replica != 0 or self._transport.topology.tensor_rank != 0:
+        if self.transport.replica != 0 or self.transport.topology.tensor_rank != 0:
             return
-        if self._transport.topology.ranks > 1 and (size := size_of(self.module)) >= GATHER_LIMIT:
+        if self.transport.topology.ranks > 1 and (size := size_of(self.module)) >= GATHER_LIMIT:
             rank_zero_warn(
                 f"An ordinary checkpoint of {type(self.module).__name__} is whole in rank 0's memory: {memory(size)}, "
                 "and what optimizers keep of it. PipeStrategy(save_distributed_checkpoint=True) lets each rank write "
                 "its share."
             )
-        gathered = gather(checkpoint, self._owners(checkpoint), self._transport)
+        gathered = gather(checkpoint, self._owners(checkpoint), self.transport)
         if gathered is None:
             return
         with file.atomic_write(os.fspath(path)) if file.is_ours(path, io) else nullcontext(path) as place:
@@ -93,7 +88,7 @@ class Checkpoints:
 
     def save_folder(self, checkpoint: dict[str, Any], path: Location, optimizers: Sequence[Optimizer]) -> None:
         """Write a folder. Collective over the world; replicas beside the first have nothing to add."""
-        transport = self._transport
+        transport = self.transport
         shards: dict[str, Any] = {}
         rest: dict[str, Any] | None = None
         checkpoint = replace_tensors(checkpoint, whole)
@@ -124,7 +119,7 @@ class Checkpoints:
             kept = {
                 names.get(index, index): value
                 for index, value in state["state"].items()
-                if owners.of_state(number, index) == self._transport.rank
+                if owners.of_state(number, index) == self.transport.rank
             }
             groups = [
                 {**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]
@@ -134,7 +129,7 @@ class Checkpoints:
     def _owners(self, checkpoint: dict[str, Any]) -> Owners:
         if self.pipeline is not None:
             self.pipeline.check_values()
-        transport = self._transport
+        transport = self.transport
         members = tuple(sorted(transport.peers))
         gathered = dict(zip(members, transport.all_gather_object(state_entries(checkpoint), members), strict=True))
         states = [gathered[process] for process in transport.peers]
@@ -144,7 +139,7 @@ class Checkpoints:
         """The ranks that have the true value of a parameter or buffer."""
         if self.pipeline is not None:
             return self.pipeline.owners(name)
-        return self.holders.get(name, tuple(range(self._transport.topology.ranks)))
+        return self.holders.get(name, tuple(range(self.transport.topology.ranks)))
 
     def _parameter_names(self, optimizers: Sequence[Optimizer]) -> list[list[str | None]]:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
