@@ -18,8 +18,8 @@ LONGER = {"lightning_pipe.trainer.strategy": 580}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
     "intercept": 6259,
-    "trainer": 5730,
-    "engine": 3356,
+    "trainer": 5728,
+    "engine": 3365,
     "schedules": 3080,
     "planning": 2350,
     "transport": 2000,

@@ -57,19 +57,15 @@ class AbsentGradients:
         with DisableTorchFunctionSubclass():
             trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
-            self._trainable = trainable
-            self._learn()
+            self._trainable, self._gradients = trainable, []
+            pipeline, named = self._pipeline, dict(self._pipeline.module.named_parameters())
+            here = [name for name, p in named.items() if pipeline.holds(name) and p.grad is not None]
+            found = pipeline.transport.all_gather_object(here, pipeline.reductions.members_with_all)
+            for name in dict.fromkeys(name for names in found for name in names):
+                parameter = named[name]
+                if (origin := self._elsewhere(name, parameter)) is not None:
+                    self._gradients.append((parameter, AbsentTensor.like(parameter.detach(), origin)))
         self._set()
-
-    def _learn(self) -> None:
-        pipeline, named = self._pipeline, dict(self._pipeline.module.named_parameters())
-        here = [name for name, p in named.items() if pipeline.holds(name) and p.grad is not None]
-        found = pipeline.transport.all_gather_object(here, pipeline.reductions.members_with_all)
-        self._gradients = []
-        for name in dict.fromkeys(name for names in found for name in names):
-            parameter = named[name]
-            if (origin := self._elsewhere(name, parameter)) is not None:
-                self._gradients.append((parameter, AbsentTensor.like(parameter.detach(), origin)))
 
     def _elsewhere(self, name: str, parameter: nn.Parameter) -> Origin | None:
         """Where the gradient of a parameter is, or the sum of it; ``None``: here."""
