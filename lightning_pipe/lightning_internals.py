@@ -73,7 +73,7 @@ NAMES = {
         "_skip_backward": "set by a callback that renews batch norm's statistics (SWA)",
     },
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {
-        "_num_ready_batches_reached": _ASKED,
+        "_is_training_done": _ASKED,
         "_should_check_val_fx": _ASKED,
         "_batches_that_stepped": "the number under which loggers get a batch's values",
         "_broadcast_sigterm_tensor": f"asks before every batch whether to end; {_OWN}",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
-from collections.abc import Generator
+import weakref
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -61,19 +63,28 @@ def check_world_size(devices: int, num_nodes: int, environment: ClusterEnvironme
 
 @dataclass
 class Connection:
-    """What the processes have in common until they end; Trainers for which they are arranged alike share it.
+    """What the processes have in common until they end: one Trainer after the other, for which they lie alike, uses it.
 
     Args:
         transport: moves what they exchange.
         replicas: torch's group of the processes with the same rank in all pipelines; ``None`` if there is one pipeline.
         meetings: where they meet; ``None`` for one process alone.
         owner: the process that has connected; a copy of it that the user's code has made closes nothing.
+        user: gives the world of the Trainer that uses it, as long as that lasts.
     """
 
     transport: Transport
     replicas: Any = None
     meetings: Meetings | None = None
     owner: int = field(default_factory=os.getpid)
+    user: Callable[[], World | None] = lambda: None
+
+    def is_free(self) -> bool:
+        """Whether the Trainer that has used it is gone in all processes. Collective over them."""
+        gc.collect()  # a Trainer and its parts refer to each other
+        free = torch.tensor(self.user() is None, dtype=torch.long)
+        self.transport.all_reduce(free, self.transport.topology.everyone, "min").wait()
+        return bool(free)
 
     def end(self) -> None:
         """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
@@ -176,9 +187,10 @@ class World:
         with _connecting(timeout):
             connect(environment, backend, timeout, hosts)
             key = dist.group.WORLD, topology, device, timeout, backend
-            if key not in _CONNECTIONS:
-                _CONNECTIONS[key] = _connected(topology, device, timeout, options.launcher)
-            self._connection = _CONNECTIONS[key]
+            known = _CONNECTIONS.get(key)
+            if known is None or not known.is_free():
+                known = _CONNECTIONS[key] = _connected(topology, device, timeout, options.launcher)
+            self._connection, known.user = known, weakref.ref(self)
 
     def share_randomness(self) -> int:
         """Continue everywhere from the random state of process 0, as one device would; returns its seed."""
