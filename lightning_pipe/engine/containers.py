@@ -92,7 +92,8 @@ def _copy(leaf: Any) -> Any:
 
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad and _trains(tensor):
+    behind = nodes_behind([tensor]) if tensor.requires_grad else ()
+    if any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in behind):
         raise CutError(
             f"a tensor {tuple(tensor.shape)} of the batch is computed from parameters before the step, which every "
             "stage runs for itself.",
@@ -102,11 +103,6 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
     if clone.layout is torch.strided and not clone.is_nested and clone.stride() != tensor.stride():
         clone = TensorSpec.of(tensor).lay_out(clone)  # they decide whether contiguous() returns the tensor or a copy
     return clone.requires_grad_() if tensor.requires_grad else clone
-
-
-def _trains(tensor: Tensor) -> bool:
-    """Whether the graph behind a tensor leads to parameters."""
-    return any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor]))
 
 
 def signature(node: Any) -> Hashable:
