@@ -87,9 +87,9 @@ def _counts(split: MicroBatches, *, every: bool) -> dict[str, list[float]]:
         every: whether integers of which none is -100 are counted, too.
     """
     leaves = {
-        place: leaf if leaf.ndim > 1 else leaf[:, None]
+        place: leaf
         for place, leaf in _integers("batch", split.batch)
-        if leaf.ndim and len(leaf) == sum(split.sizes)
+        if leaf.ndim > 1 and len(leaf) == sum(split.sizes)
     }
     counts = [
         kept.flatten(1).sum(1)
@@ -101,8 +101,7 @@ def _counts(split: MicroBatches, *, every: bool) -> dict[str, list[float]]:
     found = {}
     for (place, leaf), *pair in zip(leaves.items(), rows[::2], rows[1::2], strict=True):
         if every or int(pair[0].min()) < leaf[0].numel():
-            names = (place, f"{place}, shifted") if leaf.shape[-1] > 1 else (place,)  # of one label none is left
-            for name, row in zip(names, pair, strict=False):
+            for name, row in zip((place, f"{place}, shifted"), pair, strict=True):
                 found[name] = [float(part.sum()) for part in row.split([*split.sizes])]
     return found
 

@@ -216,55 +216,6 @@ def test_replicas_with_other_numbers_of_labels_are_an_error_where_losses_do_not_
                 assert "loss_weight=lambda" in plain
 
 
-def of_sample(logits: Tensor, labels: Tensor) -> Tensor:
-    """One label for each sample, over those that have one."""
-    return F.cross_entropy(logits.mean(1), labels)
-
-
-def classes(unlabelled: list[tuple[int, ...]]) -> list[dict[str, Tensor]]:
-    """Samples with one label each; some samples of every batch have none."""
-    data = items(len(unlabelled))
-    for place, item in enumerate(data):
-        item["labels"] = torch.tensor(-100 if place % 8 in unlabelled[place // 8] else int(item["input_ids"][0]))
-    return data
-
-
-ALIKE, APART, ALL = (0, 2, 4, 6), (0, 1, 2, 4), ()
-"""Samples without a label: in each micro-batch of two, in some more than in others, none."""
-
-
-@pytest.mark.parametrize("unlabelled", [[ALIKE, ALL, APART, ALIKE], [APART, ALIKE, ALL, APART]], ids=str)
-def test_one_label_for_each_sample_counts_if_it_is_there(unlabelled: Any) -> None:
-    """The first batches that are looked at may have as many in each micro-batch."""
-    module, data = Tagger(of_sample), classes(unlabelled)
-    found = fit(0, module, data, strategy=PipeStrategy(stages=2, layers="layers", micro_batches=4))
-    assert_equal(found, fit(0, Tagger(of_sample), data))
-    assert max(module.sizes) < 8
-
-
-def labels_of_replicas(process: int, micro_batches: int) -> Any:
-    data, found = classes([APART, ALIKE, (1, 3), ALL]), list[Any]()
-    for weight in (None, tokens):
-        strategy = PipeStrategy(stages=1, data_parallel_size=2, micro_batches=micro_batches, loss_weight=weight)
-        try:
-            found.append(fit(process, Tagger(of_sample), data, replicas=2, devices=2, strategy=strategy))
-        except ConfigurationError as error:
-            found.append(str(error))
-    return found, fit(0, Tagger(of_sample), data)
-
-
-def test_replicas_count_one_label_for_each_sample() -> None:
-    """Where one micro-batch shows nothing, it is an error, and the remedy works."""
-    runs = {number: partial(labels_of_replicas, micro_batches=number) for number in (1, 2)}
-    for number, of_processes in in_turn(runs, 2).items():
-        for (plain, weighted), truth in of_processes:
-            assert_equal(weighted, truth, without=("losses", "epoch"))
-            if number == 1:
-                assert "loss_weight=lambda" in plain
-            else:
-                assert_equal(plain, truth, without=("losses", "epoch"))
-
-
 @pytest.mark.parametrize("loss", slow_but([mean, causal, of_samples], mean))
 def test_what_losses_do_not_show_runs_whole(loss: Any) -> None:
     """All losses of the first batch are the same, since the head gives zeros; its gradients are not."""
