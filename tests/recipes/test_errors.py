@@ -19,7 +19,7 @@ Compose = Callable[..., DictConfig]
 
 def checked(settings: DictConfig) -> None:
     """Checks a configuration of a schedule without a flush as its stages do, without starting them."""
-    trainer = SimpleNamespace(precision_plugin=None, **settings.trainer)
+    trainer = SimpleNamespace(precision_plugin=None, lr_scheduler_configs=[], **settings.trainer)
     stream = SimpleNamespace(stream=SimpleNamespace(micro_batches=1))
     pipeline = SimpleNamespace(asynchronous=stream, family=get("pipedream"), pipeline_members=(0, 1))
     check_asynchronous(trainer, pipeline, settings.pipe.micro_batches, sharded=False)  # type: ignore[arg-type]
