@@ -79,13 +79,6 @@ class Connection:
     owner: int = field(default_factory=os.getpid)
     user: Callable[[], World | None] = lambda: None
 
-    def is_free(self) -> bool:
-        """Whether the Trainer that has used it is gone in all processes. Collective over them."""
-        gc.collect()  # a Trainer and its parts refer to each other
-        free = torch.tensor(self.user() is None, dtype=torch.long)
-        self.transport.all_reduce(free, self.transport.topology.everyone, "min").wait()
-        return bool(free)
-
     def end(self) -> None:
         """Close at the end of the process; after a failure others may be missing, and nobody waits for them."""
         if os.getpid() != self.owner:
@@ -187,8 +180,11 @@ class World:
         with _connecting(timeout):
             connect(environment, backend, timeout, hosts)
             key = dist.group.WORLD, topology, device, timeout, backend
-            known = _CONNECTIONS.get(key)
-            if known is None or not known.is_free():
+            if (known := _CONNECTIONS.get(key)) is not None:
+                gc.collect()  # a Trainer and its parts refer to each other
+                self._connection = known
+                known = known if self.agree(known.user() is None, unanimous=True) else None
+            if known is None:
                 known = _CONNECTIONS[key] = _connected(topology, device, timeout, options.launcher)
             self._connection, known.user = known, weakref.ref(self)
 
