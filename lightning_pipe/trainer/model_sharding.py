@@ -56,11 +56,16 @@ class ModelSharding:
     parameters: FullySharded | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
+    @property
+    def wanted(self) -> bool:
+        """Whether an option asks for it."""
+        return in_parts(self.options.shard_optimizer, self.options.tensor_parallel_size)
+
     def connect(self, module: pl.LightningModule, world: World) -> None:
         """Learn what the module of a run divides, and make the mesh. Collective over the world."""
         methods = (value for kind in type(module).__mro__ for value in vars(kind).values())
         self.by_module = is_overridden("configure_model", module) and any(map(_asks_for_mesh, methods))
-        self.at_once = in_parts(self.options.shard_optimizer, self.options.tensor_parallel_size) or self.by_module
+        self.at_once = self.wanted or self.by_module
         if self.mesh is None and self.at_once and world.layout.world_size > 1:
             self.mesh = device_mesh(world.transport)
         if self.mesh is not None:
@@ -89,7 +94,7 @@ class ModelSharding:
                 "reshard_after_forward=True frees whole parameters, and no replicas divide any.",
                 hint='Use shard_optimizer="parameters", or leave reshard_after_forward out.',
             )
-        if self.mesh is None or not (in_parts(options.shard_optimizer, options.tensor_parallel_size) or own):
+        if self.mesh is None or not (self.wanted or own):
             pipeline.synchronize()
             return
         check(module, pipeline)
