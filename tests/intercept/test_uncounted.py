@@ -125,7 +125,7 @@ class Averaging(nn.Linear):
         return h * self.mean
 
 
-@pytest.mark.xfail(reason="a known hole of docs/limits.md", raises=AssertionError, strict=True)
+@pytest.mark.xfail(reason="a known hole of docs/state.md", raises=AssertionError, strict=True)
 def test_layers_are_not_looked_into() -> None:
     model = Scaled(lambda mean: mean, lambda mean: mean).double()
     model.layers = nn.ModuleList(Averaging().double() for _ in range(4))
