@@ -54,6 +54,11 @@ class Lane(NamedTuple):
     def __str__(self) -> str:
         return f"the {self.direction} lane of pipe {self.pipe}"
 
+    @property
+    def tag(self) -> int:
+        """Tells its messages from those of other lanes."""
+        return 2 * self.pipe + (self.direction == "backward")
+
 
 class Channel(NamedTuple):
     """A lane from one pipeline rank to another: what `Transport.connect` prepares."""
@@ -152,16 +157,25 @@ class Transport(ABC):
             peer: the receiver.
             lane: the lane.
         """
+        process = self.peers[peer]
+        if process in self._local and self.inline_control:  # written where the process of this host reads it
+            write = partial(layout.write, control=control, tensors=tensors)
+            self._hand_over(process, layout.size, write, lane, lane.tag)
+            return ()
         return (self.send(layout.pack(control if self.inline_control else (), tensors, self.device), peer, lane),)
 
     def receive_parts(self, layout: MessageLayout, peer: int, lane: Lane, control: Callable[[], Words]) -> Arriving:
         """Start to receive what `send_parts` sends; ``control`` gets the words that stay behind."""
+        local = self._local.get(process := self.peers[peer])
+        if local is not None and self.inline_control:
+            operation = f"receive {layout.size} bytes from {self.describe(process)} on {lane}"
+            return GroupWork(self, operation, local.post(layout.size, layout.read, lane.tag), None).wait
         data = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
         work = self.receive(data, peer, lane)
 
         def arrived() -> tuple[Words, list[Tensor]]:
             work.wait()
-            return layout.unpack(data) if self.inline_control else (control(), layout.tensors(data))
+            return layout.read(data.data_ptr()) if self.inline_control else (control(), layout.tensors(data))
 
         return arrived
 
@@ -307,9 +321,12 @@ class Transport(ABC):
         return GroupWork(self, operation, work, data)
 
     def _start_receive(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:
-        local = self._local.get(process)
-        with self.guarding(operation := f"receive {data.numel()} bytes from {self.describe(process)} on {lane}"):
-            work = self._messages.recv([data], process, tag) if local is None else local.post(data, tag)
+        local, size = self._local.get(process), data.numel()
+        with self.guarding(operation := f"receive {size} bytes from {self.describe(process)} on {lane}"):
+            if local is not None:
+                work: Any = local.post(size, lambda address: ctypes.memmove(data.data_ptr(), address, size), tag)
+            else:
+                work = self._messages.recv([data], process, tag)
         return GroupWork(self, operation, work, data)
 
     def _hand_over(self, process: int, size: int, write: Callable[[int], Any], lane: Lane | str, tag: int) -> None:

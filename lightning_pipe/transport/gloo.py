@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipe.transport.base import Lane, Transport, Words
-from lightning_pipe.transport.message_layout import MessageLayout
+from lightning_pipe.transport.base import Lane, Transport
 from lightning_pipe.transport.shared_memory.rendezvous import connect_local
 from lightning_pipe.transport.topology import Topology
 from lightning_pipe.transport.work import StagedReceive, Work
@@ -48,29 +46,13 @@ class GlooTransport(Transport):
             # The bytes must be in host memory before Gloo sees them; only what computes them is waited for.
             torch.cuda.current_stream(data.device).synchronize()
             data = host
-        return self._start_send(data, self.peers[peer], lane, _lane_tag(lane))
+        return self._start_send(data, self.peers[peer], lane, lane.tag)
 
     @override
     def receive(self, data: Tensor, peer: int, lane: Lane) -> Work:
         if data.is_cpu:
-            return self._start_receive(data, self.peers[peer], lane, _lane_tag(lane))
+            return self._start_receive(data, self.peers[peer], lane, lane.tag)
         # pinned, so that the copy to the device need not wait for the host
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-        work = self._start_receive(host, self.peers[peer], lane, _lane_tag(lane))
+        work = self._start_receive(host, self.peers[peer], lane, lane.tag)
         return StagedReceive(work, host, data)
-
-    @override
-    def send_parts(
-        self, layout: MessageLayout, control: Words, tensors: Sequence[Tensor | None], peer: int, lane: Lane
-    ) -> Sequence[Work]:
-        process = self.peers[peer]
-        if process not in self._local or not self.inline_control:
-            return super().send_parts(layout, control, tensors, peer, lane)
-        # written where the process of this host reads it
-        write = partial(layout.write, control=control, tensors=tensors)
-        self._hand_over(process, layout.size, write, lane, _lane_tag(lane))
-        return ()
-
-
-def _lane_tag(lane: Lane) -> int:
-    return 2 * lane.pipe + (lane.direction == "backward")

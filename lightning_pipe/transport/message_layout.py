@@ -39,7 +39,8 @@ class MessageLayout:
         >>> layout = MessageLayout(1, (TensorSpec((2,), torch.float32),))
         >>> layout.size
         32
-        >>> layout.unpack(layout.pack([7], [torch.ones(2)], torch.device("cpu")))
+        >>> message = layout.pack([7], [torch.ones(2)], torch.device("cpu"))
+        >>> layout.read(message.data_ptr())
         ([7], [tensor([1., 1.])])
     """
 
@@ -101,9 +102,15 @@ class MessageLayout:
         """Each tensor with its offset and size in bytes, its specification and its strides."""
         return zip(tensors, self._parts, self.specs, self._strides, strict=False)
 
-    def unpack(self, data: Tensor) -> tuple[list[int], list[Tensor]]:
-        """The control words and the tensors of a message in host memory."""
-        return list(self._control.unpack(ctypes.string_at(data.data_ptr(), self._control.size))), self.tensors(data)
+    def read(self, address: int) -> tuple[list[int], list[Tensor]]:
+        """The control words of a message in host memory, and copies of its tensors."""
+        tensors = []
+        for (offset, count), spec, strides in zip(self._parts, self.specs, self._strides, strict=False):
+            tensor = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=_HOST)
+            if count:
+                ctypes.memmove(tensor.data_ptr(), address + offset, count)
+            tensors.append(tensor)
+        return list(self._control.unpack(ctypes.string_at(address, self._control.size))), tensors
 
     def tensors(self, data: Tensor) -> list[Tensor]:
         """The tensors; they share the message's memory but not its version counter."""
@@ -122,8 +129,8 @@ def _is_raw(tensor: Tensor, spec: TensorSpec, strides: tuple[int, ...]) -> bool:
         type(tensor) is Tensor
         and tensor.is_cpu
         and tensor.dtype == spec.dtype
-        and tensor.stride() == strides
         and tensor.shape == spec.shape
+        and (tensor.is_contiguous() if spec.strides is None else tensor.stride() == strides)
         and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
     )
 

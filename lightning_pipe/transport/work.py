@@ -75,13 +75,15 @@ class GroupWork:
         self._work: Any = work
         self._held = held
 
-    def wait(self) -> None:
-        """Return when the operation is done."""
-        if self._work is not None:
-            with self._transport.guarding(self._operation):
-                self._work.wait()
-            # the memory is freed with its last reference, and a caller may keep this object for a whole batch
-            self._work = self._held = None
+    def wait(self) -> Any:
+        """Return when the operation is done, with what it returns."""
+        if self._work is None:
+            return None
+        with self._transport.guarding(self._operation):
+            result = self._work.wait()
+        # the memory is freed with its last reference, and a caller may keep this object for a whole batch
+        self._work = self._held = None
+        return result
 
 
 class StagedReceive:

@@ -42,8 +42,8 @@ def sent(tensor: Tensor) -> Tensor:
     spec = TensorSpec.of(tensor)
     layout = MessageLayout(2, (TensorSpec((3,), torch.uint8), spec, TensorSpec((1,), torch.float64)))
     data = layout.pack([1, 2], [torch.ones(3), tensor, torch.ones(1)], torch.device("cpu"))
-    (control, tensors), (again, copies) = layout.unpack(data), layout.unpack(data.clone())
-    assert control == again == [1, 2]
+    tensors, (control, copies) = layout.tensors(data), layout.read(data.data_ptr())
+    assert control == [1, 2]
     data.fill_(255)  # the memory is used again
     assert torch.equal(copies[0], torch.ones(3, dtype=torch.uint8))
     assert copies[2].item() == 1
@@ -66,14 +66,15 @@ def test_values_and_strides_arrive(name: str) -> None:
     assert placeholder.is_contiguous() == tensor.is_contiguous()
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
-def test_copies_are_tensors_of_their_own(inference: bool) -> None:
+def test_copies_are_tensors_of_their_own(inference: bool, shared: bool) -> None:
     layout = MessageLayout(
         0, (TensorSpec((2,), torch.float32), TensorSpec((0, 3), torch.int64), TensorSpec((3,), torch.bool))
     )
     with torch.inference_mode(inference):
         data = layout.pack([], [torch.ones(2, requires_grad=not inference), None, None], torch.device("cpu"))
-        _, copies = layout.unpack(data)
+        copies = layout.tensors(data) if shared else layout.read(data.data_ptr())[1]
     assert [copy.shape for copy in copies] == [(2,), (0, 3), (3,)]
     assert not any(copy.requires_grad for copy in copies)
     if not inference:

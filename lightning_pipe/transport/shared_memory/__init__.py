@@ -20,8 +20,8 @@ made in files of up to 256, and none is ever given back to the system before the
 ones again. (2) Both ends close the descriptor once they have mapped the memory. (3) After the copy the sender may
 change its tensors, so a send is done when it returns. (4) The socket holds hundreds of packets; while it is full the
 sender waits, and reads. (5) The packet may belong to another lane: it waits there for its receive. (6) The receiver's
-tensors lie in memory of its own, so nothing the user does with them keeps the buffer. (7) Marks
-lie in shared memory as well, so that nothing travels back.
+tensors lie in memory of its own, so nothing the user does with them keeps the buffer. (7) Marks lie in shared memory as
+well, so that nothing travels back.
 
 A process that ends closes its socket. The other end still reads what was announced before, then its `wait` raises.
 

@@ -22,8 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 _PACKET = struct.Struct("<BIIQ")  # kind, tag, number of the buffer, bytes of the message
 _TIME = struct.Struct("@ll")  # the system's seconds and microseconds
 _MESSAGE, _MEMORY = 0, 1
@@ -59,26 +57,40 @@ class PostedReceive:
 
     Args:
         peer: the connection.
-        data: gets the message: a flat tensor of bytes of its size.
+        size: bytes of the message.
+        take: copies it from an address.
 
     Attributes:
-        done: whether it has come.
+        came: its buffer and its bytes, once it has come.
     """
 
-    __slots__ = ("_peer", "data", "done")
+    __slots__ = ("_peer", "_size", "_take", "came")
 
-    def __init__(self, peer: SharedMemoryPeer, data: Tensor) -> None:
-        self._peer, self.data, self.done = peer, data, False
+    def __init__(self, peer: SharedMemoryPeer, size: int, take: Callable[[int], Any]) -> None:
+        self._peer, self._size, self._take = peer, size, take
+        self.came: tuple[Buffer, int] | None = None
 
-    def wait(self) -> None:
-        """Wait for the message.
+    def wait(self) -> Any:
+        """Wait for the message, once, and take it out of its buffer, which is free then; returns what ``take`` does.
 
         Raises:
             TimeoutError: it did not come within the timeout.
-            OSError: the other process has gone, or its memory cannot be mapped.
+            OSError: the other process has gone, its memory cannot be mapped, or it has sent another size.
         """
-        while not self.done:
-            self._peer.read()
+        while self.came is None:
+            if not self._peer.read():
+                raise TimeoutError("timed out")
+        buffer, size = self.came
+        if size != self._size:
+            raise ConnectionError(f"{size} bytes were sent, {self._size} expected: the ranks disagree")
+        taken = self._take(buffer.address)
+        # Processors such as ARM's may let a read be late and a later write be early; a lock's release ends all reads
+        # before it, and its next acquisition begins all writes behind it.
+        for _ in range(2):
+            with _BARRIER:
+                pass
+        buffer.file[buffer.mark] = 0  # as soon as the other process sees it, it may write there
+        return taken
 
 
 class SharedMemoryPeer:
@@ -126,22 +138,14 @@ class SharedMemoryPeer:
         buffer.file[buffer.mark] = 1
         self._write(_PACKET.pack(_MESSAGE, tag, buffer.number, size))
 
-    def post(self, data: Tensor, tag: int) -> PostedReceive:
-        """Post a receive; it may be done at once."""
-        posted = PostedReceive(self, data)
+    def post(self, size: int, take: Callable[[int], Any], tag: int) -> PostedReceive:
+        """Post a receive, as `hand_over` sends."""
+        posted = PostedReceive(self, size, take)
         if self._arrived[tag]:
-            _copy(*self._arrived[tag].popleft(), posted)
+            posted.came = self._arrived[tag].popleft()
         else:
             self._posted[tag].append(posted)
         return posted
-
-    def read(self) -> None:
-        """Wait for the next message of any tag; see `PostedReceive.wait`."""
-        came = self._read_packet()
-        if self._gone:
-            raise self._reason
-        if not came:
-            raise TimeoutError("timed out")
 
     def shutdown(self) -> None:
         """End the connection for both processes; may be called from any thread."""
@@ -174,27 +178,29 @@ class SharedMemoryPeer:
             os.close(descriptor)
         self._own[size] += buffers
 
-    def _read_packet(self, flags: int = 0) -> bool:
-        """Take in the next packet; whether there was one within the timeout, or at once with ``MSG_DONTWAIT``."""
-        if self._gone:
-            return False
+    def read(self, flags: int = 0) -> bool:
+        """Take in the next packet; whether there was one within the timeout, or at once with ``MSG_DONTWAIT``.
+
+        Raises:
+            OSError: the other process has gone, or its memory cannot be mapped.
+        """
         try:
-            packet = self._socket.recv(_PACKET.size, flags)
+            packet = b"" if self._gone else self._socket.recv(_PACKET.size, flags)
         except BlockingIOError:
             return False
         except OSError:
             packet = b""
         if not packet:
             self._gone = True
-            return False
+            raise self._reason
         kind, tag, number, size = _PACKET.unpack(packet)
         if kind == _MEMORY:
             self._map(number, size)
         elif self._posted[tag]:
-            _copy(self._mapped[number], size, self._posted[tag].popleft())
+            self._posted[tag].popleft().came = self._mapped[number], size
         else:
             self._arrived[tag].append((self._mapped[number], size))
-        return not self._gone
+        return True
 
     def _map(self, number: int, size: int) -> None:
         """Take in memory that the peer has made."""
@@ -210,7 +216,9 @@ class SharedMemoryPeer:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        self._gone = len(self._mapped) <= number
+        if len(self._mapped) <= number:
+            self._gone = True
+            raise self._reason
 
     def _write(self, packet: bytes, *descriptors: int) -> None:
         """Write a packet; while the socket is full, read: the peer may be writing as well."""
@@ -229,22 +237,5 @@ class SharedMemoryPeer:
             ready = select.poll()
             ready.register(self._socket, select.POLLIN | select.POLLOUT)
             ready.poll(_GLANCE)
-            while self._read_packet(socket.MSG_DONTWAIT):
+            while self.read(socket.MSG_DONTWAIT):
                 pass
-            if self._gone:
-                raise self._reason
-
-
-def _copy(buffer: Buffer, size: int, posted: PostedReceive) -> None:
-    """Copy a message out of its buffer, which is free then."""
-    expected = posted.data.numel()
-    if size != expected:
-        raise ConnectionError(f"{size} bytes were sent, {expected} expected: the ranks disagree")
-    ctypes.memmove(posted.data.data_ptr(), buffer.address, size)
-    # Processors such as ARM's may let a read be late and a later write be early; a lock's release ends all reads before
-    # it, and its next acquisition begins all writes behind it.
-    for _ in range(2):
-        with _BARRIER:
-            pass
-    buffer.file[buffer.mark] = 0  # as soon as the other process sees it, it may write there
-    posted.done = True
