@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,6 @@ from lightning_pipe.intercept.random_streams import RandomStreams
 from lightning_pipe.torch_internals import tree_map
 
 StepFunction = Callable[[int, Any], Any]
-
-_AS_THEY_ARE = nullcontext()
 
 
 @dataclass
@@ -32,7 +30,8 @@ class Batch:
         streams: the batch's random streams.
         training: whether gradients are wanted.
         undisturbed: whether no other micro-batch is under way meanwhile, which could read what this one changes.
-        using: ``using(stage, micro_batch)`` is entered around computations, to put the weights that they use in place.
+        using: ``using(stage, micro_batch)`` is entered around computations, to put the weights that they use in place;
+            ``None``: they are there.
         results: what the step returned for each micro-batch, detached, where the loss is.
         constant: the micro-batches whose loss depends on nothing that is trained.
         again: whether it has run before, ahead of earlier batches: what differed then must not do so again.
@@ -48,8 +47,7 @@ class Batch:
     streams: RandomStreams
     training: bool
     undisturbed: bool = False
-    # A shared context that does nothing: it is entered around every computation.
-    using: Callable[[int, int], AbstractContextManager[None]] = lambda _stage, _micro_batch: _AS_THEY_ARE
+    using: Callable[[int, int], AbstractContextManager[None]] | None = None
     results: dict[int, Any] = field(default_factory=dict)
     constant: set[int] = field(default_factory=set)
     again: bool = False

@@ -34,6 +34,7 @@ from lightning_pipe.transport.message_layout import MessageLayout
 from lightning_pipe.transport.work import Work
 
 _AGREED, _CHANGED = 0, 1
+_lane = lru_cache(Lane)
 _CONTROL = {"forward": 1, "backward": 2}
 """The channels of control words that have messages of their own; that of whole crossings is 0."""
 _KINDS = 64
@@ -53,7 +54,6 @@ class BoundaryKey(NamedTuple):
     to: int
 
     @classmethod
-    @lru_cache(maxsize=1024)
     def of(cls, message: Action) -> BoundaryKey:
         """The boundary that a message crosses; the next stage is at the other end if the message does not name it."""
         step = 1 if message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1
@@ -169,7 +169,7 @@ class BoundaryExchange:
 
     def send(self, key: BoundaryKey, peer: int, crossing: Crossing) -> None:
         """Start to send what leaves a stage."""
-        plan, lane, works = self._plan(key), Lane("forward", key.pipe), list[Work]()
+        plan, lane, works = self._plan(key), _lane("forward", key.pipe), list[Work]()
         if plan is not None:
             agreed = _fits(plan, crossing.path)
             tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
@@ -187,7 +187,7 @@ class BoundaryExchange:
     def expect(self, key: BoundaryKey, peer: int) -> None:
         """Post the buffer for what will come, as soon as its size is agreed."""
         if (plan := self._plan(key)) is not None:
-            self._post(Lane("forward", key.pipe), key, peer, plan.layout)
+            self._post(_lane("forward", key.pipe), key, peer, plan.layout)
 
     def receive(self, key: BoundaryKey, peer: int) -> Crossing:
         """Wait for what an earlier stage sent."""
@@ -216,7 +216,7 @@ class BoundaryExchange:
         if not plan.gradients:  # the other end is told nothing
             return
         transfer.used, tensors = used, [gradients.get(number) for number in plan.gradients]
-        masks, lane = plan.masks(used, gradients), Lane("backward", key.pipe)
+        masks, lane = plan.masks(used, gradients), _lane("backward", key.pipe)
         works = self._send(lane, key, peer, plan.gradient_layout, masks, tensors, plan.steady)
         self._returned[peer, key.pipe].append(works)
         transfer.works += works
@@ -224,7 +224,7 @@ class BoundaryExchange:
     def expect_gradients(self, key: BoundaryKey, peer: int) -> None:
         """Post the buffer for the gradients of what was sent."""
         if (plan := self.transfers[key].plan).gradients:
-            self._post(Lane("backward", key.pipe), key, peer, plan.gradient_layout)
+            self._post(_lane("backward", key.pipe), key, peer, plan.gradient_layout)
 
     def receive_gradients(self, key: BoundaryKey, peer: int) -> Returned:
         """Wait for the gradients, by number, and the numbers that later stages used."""

@@ -28,12 +28,6 @@ class StageKey(NamedTuple):
     stage: int
     micro_batch: int
 
-    @classmethod
-    @lru_cache(maxsize=1024)
-    def of(cls, action: Action) -> StageKey:
-        """Those of an action."""
-        return cls(action.pipe, action.stage, action.micro_batch or 0)
-
 
 @dataclass
 class Executor:
@@ -113,6 +107,7 @@ class Executor:
             Kind.SEND_BACKWARD: lambda key, peer: self.exchange.send_gradients(key, peer, self.gradients.pop(key)),
             Kind.RECEIVE_BACKWARD: self.exchange.expect_gradients,
         }
+        self._bound = lru_cache(maxsize=1024)(self._call)
 
     def run(self, actions: Sequence[Action], batch: Batch) -> None:
         """Run one batch from the first action to the flush.
@@ -154,11 +149,8 @@ class Executor:
                 if board is not None:
                     # A watchdog in another thread reads it when this rank hangs in the action.
                     board.position = action
-                run = self._methods[action.kind]
-                if action.peer is not None:
-                    run(BoundaryKey.of(action), action.peer)
-                else:
-                    run(action, StageKey.of(action))
+                method, one, other = self._bound(action)
+                method(one, other)
             self.exchange.end(over)
         except BaseException:
             self.abandon()
@@ -168,6 +160,13 @@ class Executor:
                 board.position = None
         for micro_batch in [*self.batches] if over is None else over:
             self.batches.pop(micro_batch, None)
+
+    def _call(self, action: Action) -> tuple[Callable[[Any, Any], None], Any, Any]:
+        """The method for an action, and its arguments."""
+        method = self._methods[action.kind]
+        if action.peer is not None:
+            return method, BoundaryKey.of(action), action.peer
+        return method, action, StageKey(action.pipe, action.stage, action.micro_batch or 0)
 
     def abandon(self) -> None:
         """Drop what is under way, so that the next batch starts clean and no graph stays in memory."""
@@ -179,9 +178,11 @@ class Executor:
         """What an action computes, with the weights of its batch. Waiting for its input was not part of its time."""
         batch, index = self.batches[here.micro_batch]
         self._began = self.clock()
-        # in a backward pass as well: a layer that checkpoints itself runs again there
-        with batch.using(here.stage, index):
+        if batch.using is None:
             result = run(here.stage, index, batch, given)
+        else:  # in a backward pass as well: a layer that checkpoints itself runs again there
+            with batch.using(here.stage, index):
+                result = run(here.stage, index, batch, given)
         began, end = self._began, self.clock()
         self.busy += end - began
         if self.events is not None:
