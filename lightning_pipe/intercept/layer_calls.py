@@ -92,8 +92,7 @@ class LayerCalls:
         self.ran: list[nn.Module] = []
         self._stage, self._others = stage, tracker.partial
         self._again = cache.state.run_again
-        # the objects that layers here have changed or made, by ``id``; caches of an earlier generate() must go
-        self._kept = WeakValueDictionary[int, Any]()
+        self._kept: Mapping[int, Any] = {}  # objects that layers here have changed or made, by ``id``, held weakly
         # the module that runs where other stages must know what it leaves behind, what looks at it, and, in a thorough
         # run, what its code names
         self._running: tuple[str, nn.Module] | None = None
@@ -148,7 +147,8 @@ class LayerCalls:
                 call = self._recorded(name, result, arguments, changed, stashed, popped)
                 tracker.calls.append(self._noted(name, module, call) if self._others else call)
                 if self._watch is not None and any(each.state is not None for each in call.effects):
-                    self._kept.update(self._watch.kept_objects(call.effects, arguments))
+                    kept = self._watch.kept_objects(call.effects, arguments)
+                    self._kept = WeakValueDictionary({**self._kept, **kept})
         finally:
             self._running, self._watch, self._references = around
         return result
