@@ -1,7 +1,7 @@
 """What one batch of tiny layers costs under a Trainer: a pipeline against DDP and one device.
 
-Torch's own schedule beside them runs two stages that are cut by hand, in Lightning's loop. What a pipeline takes beyond
-that is for steps that nobody has to change.
+Torch's own schedule beside them runs stages that are cut by hand, in Lightning's loop. What a pipeline takes beyond
+that is for steps that nobody has to change. More ranks than cores show what all of them compute together.
 """
 
 from __future__ import annotations
@@ -51,25 +51,26 @@ class Tiny(L.LightningModule):
 
 
 class ByHand(Tiny):
-    """One of two stages, which torch's schedule runs; both know the loss."""
+    """One of some stages, which torch's schedule runs; all know the loss."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, ranks: int) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.layers = self.layers[: LAYERS // 2] if rank == 0 else self.layers[LAYERS // 2 :]
-        stage = PipelineStage(self.layers, rank, 2, torch.device("cpu"))
-        self.run = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=F.mse_loss).step
+        self.layers = self.layers[rank * LAYERS // ranks : (rank + 1) * LAYERS // ranks]
+        stage = PipelineStage(self.layers, rank, ranks, torch.device("cpu"))
+        # torch's schedule wants as many micro-batches as stages
+        self.run = Schedule1F1B(stage, max(MICRO_BATCHES, ranks), loss_fn=F.mse_loss).step
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        losses: list[Tensor] = []
-        if dist.get_rank() == 0:
-            self.run(batch[0])
-        else:
+        losses, last = list[Tensor](), dist.get_world_size() - 1
+        if dist.get_rank() == last:
             self.run(target=batch[1], losses=losses)
+        else:
+            self.run(*(batch[:1] if dist.get_rank() == 0 else ()))
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
-        dist.broadcast(loss, 1)
+        dist.broadcast(loss, last)
         self.log("loss", loss)
         optimizer.step()
 
@@ -99,6 +100,8 @@ def run(quick: bool) -> list[Finding]:
         "DDP, 2 ranks": ("ddp", 2),
         "torch's 1F1B by hand, 2 ranks": (BY_HAND, 2),
         "pipe, 2 ranks": ("pipe", 2),
+        "DDP, 4 ranks": ("ddp", 4),
+        "torch's 1F1B by hand, 4 ranks": (BY_HAND, 4),
         "pipe, 4 ranks": ("pipe", 4),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in worlds}
@@ -107,8 +110,10 @@ def run(quick: bool) -> list[Finding]:
             options = {"strategy": strategy, "devices": devices, "batches": batches}
             found[name].append(processes.run_trainers(measure, devices, timeout=120, **options)[0])
     findings = [_finding(name, times) for name, times in found.items()]
-    for name in [name for name, (_, devices) in worlds.items() if devices == 2 and name != "DDP, 2 ranks"]:
-        ratios = [ours[0] / ddp[0] for ours, ddp in zip(found[name], found["DDP, 2 ranks"], strict=True)]
+    for name, (strategy, devices) in worlds.items():
+        if strategy not in ("pipe", BY_HAND):
+            continue
+        ratios = [ours[0] / ddp[0] for ours, ddp in zip(found[name], found[f"DDP, {devices} ranks"], strict=True)]
         over, asked = statistics.median(ratios), name.startswith("pipe")
         findings.append(
             Finding(
@@ -148,7 +153,7 @@ def measure(process: int, strategy: str | None, devices: int, batches: int) -> t
         **SILENT,
     )
     data = DataLoader(TensorDataset(*torch.randn(2, devices * SIZE * batches, WIDTH)), batch_size=SIZE)
-    module = ByHand(process) if strategy == BY_HAND else Tiny()
+    module = ByHand(process, devices) if strategy == BY_HAND else Tiny()
     trainer.limit_train_batches = batches
     trainer.fit(module, data)
     if strategy != BY_HAND:
