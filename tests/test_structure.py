@@ -17,9 +17,9 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 580}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 6259,
+    "intercept": 6273,
     "trainer": 5728,
-    "engine": 3365,
+    "engine": 3380,
     "schedules": 3080,
     "planning": 2350,
     "transport": 2000,

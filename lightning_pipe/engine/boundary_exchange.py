@@ -6,6 +6,7 @@ One hop of a micro-batch from stage s to stage s + 1 and back::
                   BACKWARD   <---  which tensors were used | their gradients
     end of batch             both ends make the same `BoundaryPlan` of what was used
     from then on  FORWARD    _AGREED  | words | tensors that are used       --->   into a buffer that was posted before
+                  or         _VALUES  | all live tensors, and then what the code has read between layers, one object
                   or         _CHANGED | nothing of use, and then everything as in the first time
                   BACKWARD   <---  as above
 
@@ -33,13 +34,13 @@ from lightning_pipe.transport.base import Arriving, Lane, Transport, Words
 from lightning_pipe.transport.message_layout import MessageLayout
 from lightning_pipe.transport.work import Work
 
-_AGREED, _CHANGED = 0, 1
-_lane = lru_cache(Lane)
+_AGREED, _CHANGED, _VALUES = 0, 1, 2
 _CONTROL = {"forward": 1, "backward": 2}
 """The channels of control words that have messages of their own; that of whole crossings is 0."""
 _KINDS = 64
 _STAGES = 1024
 _AT_ONCE = 128
+_lane = lru_cache(Lane)
 _Data = list[Tensor | None]
 _PlanKey = tuple[int, int, int, Hashable]
 """Pipe, stage, receiving stage and signature."""
@@ -171,11 +172,14 @@ class BoundaryExchange:
         """Start to send what leaves a stage."""
         plan, lane, works = self._plan(key), _lane("forward", key.pipe), list[Work]()
         if plan is not None:
-            agreed = _fits(plan, crossing.path)
+            kind = _agreement(plan, crossing.path)
+            agreed = kind != _CHANGED
             tensors = [crossing.tensors[n] if agreed else None for n in plan.numbers]
-            words = [_AGREED if agreed else _CHANGED, self._used.pop((peer, key.pipe), 0)]
+            words = [kind, self._used.pop((peer, key.pipe), 0)]
             words += crossing.words if agreed else [0] * len(plan.path.calls)
             works = self._send(lane, key, peer, plan.layout, words, tensors, agreed and plan.steady)
+            if kind == _VALUES:
+                works.append(self.transport.send_object(crossing.path.values, peer, key.tag(0)))
             if agreed:
                 self.transfers[key] = Transfer(plan, works)
                 return
@@ -196,16 +200,21 @@ class BoundaryExchange:
             (word, used, *words), tensors = arriving()
             gradients = self._returned[peer, key.pipe]
             _end(works for _ in range(min(used, len(gradients))) for works in gradients.popleft())
-            if not word & _CHANGED:
-                return self._arrived(key, Transfer(plan), tensors, words)
+            if word != _CHANGED:
+                path = plan.path
+                if word == _VALUES:
+                    path = path.with_values(self.transport.receive_object(peer, key.tag(0)))
+                return self._arrived(key, plan, path, tensors, words)
         path, words, values = self.transport.receive_object(peer, key.tag(0))
         tensors = [value.to(self.transport.device) for value in values]
-        return self._arrived(key, Transfer(BoundaryPlan.of(path)), tensors, words)
+        return self._arrived(key, BoundaryPlan.of(path), path, tensors, words)
 
-    def _arrived(self, key: BoundaryKey, transfer: Transfer, tensors: list[Tensor], words: Sequence[int]) -> Crossing:
-        self.transfers[key], plan = transfer, transfer.plan
+    def _arrived(
+        self, key: BoundaryKey, plan: BoundaryPlan, path: RunRecord, tensors: list[Tensor], words: Sequence[int]
+    ) -> Crossing:
+        self.transfers[key] = Transfer(plan)
         arrived = zip(plan.numbers, plan.layout.specs, tensors, strict=True)
-        return Crossing(plan.path, {number: spec.lay_out(tensor) for number, spec, tensor in arrived}, tuple(words))
+        return Crossing(path, {number: spec.lay_out(tensor) for number, spec, tensor in arrived}, tuple(words))
 
     # ------------------------------------------------------------------ backward
 
@@ -274,14 +283,8 @@ class BoundaryExchange:
             # It went by this plan, so there is nothing new to learn from it.
             if transfer.plan is self._plan(key):
                 continue
-            boundary, path = self._boundary(key), transfer.plan.path
-            used = transfer.plan.all if transfer.used is None else transfer.used | path.single_numbers
-            plan = fresh.get(boundary) or self._plans.get(boundary)
-            if plan is not None and plan.path == path:  # of those that were under way together
-                if used.isdisjoint(transfer.plan.all - plan.all):
-                    continue
-                used |= plan.all
-            fresh[boundary] = BoundaryPlan.of(path, used)
+            boundary = self._boundary(key)
+            fresh[boundary] = _learnt(fresh.get(boundary) or self._plans.get(boundary), transfer)
         for micro_batch in over:
             self._under_way.pop(micro_batch, None)
         if fresh and self._under_way:
@@ -330,13 +333,26 @@ def _end(works: Iterable[Work]) -> None:
         work.wait()
 
 
-def _fits(plan: BoundaryPlan, path: RunRecord) -> bool:
-    """Whether a run took the planned path and everything that is to travel is there, in the planned form."""
-    if path.calls != plan.path.calls:
-        return False
-    if path.entries == plan.path.entries:
-        return True
-    found = {entry.number: entry for entry in path.entries}
-    if not found.keys() <= {entry.number for entry in plan.path.entries}:
-        return False  # something keeps a tensor alive that nothing kept before, and may use it
-    return all(found.get(entry.number) == entry for entry in plan.path.entries if entry.number in plan.all)
+def _learnt(plan: BoundaryPlan | None, transfer: Transfer) -> BoundaryPlan:
+    """The plan after a transfer that has not gone by this one."""
+    path, used = transfer.plan.path, transfer.plan.all
+    if transfer.used is not None:
+        used = transfer.used | path.single_numbers
+    if plan is not None and plan.path == path:  # of those that were under way together
+        return plan if used.isdisjoint(transfer.plan.all - plan.all) else BoundaryPlan.of(path, used | plan.all)
+    if plan is not None and plan.path == path.with_values(plan.path.values):
+        used = transfer.plan.all  # what later stages use may follow from the values
+    return BoundaryPlan.of(path, used)
+
+
+def _agreement(plan: BoundaryPlan, path: RunRecord) -> int:
+    """Whether a run took the planned path, and everything that is to travel is there, in the planned form."""
+    if path.entries != plan.path.entries:
+        found, planned = ({entry.number: entry for entry in each.entries} for each in (path, plan.path))
+        # something may keep a tensor alive that nothing kept before, and may use it
+        if found.keys() - planned or any(found.get(number) != planned[number] for number in plan.numbers):
+            return _CHANGED
+    if path.calls == plan.path.calls:
+        return _AGREED
+    all_travel = len(plan.numbers) == len(plan.path.entries)
+    return _VALUES if all_travel and path.with_values(plan.path.values).calls == plan.path.calls else _CHANGED

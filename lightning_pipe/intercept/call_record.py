@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ class Unseen:
         )
 
 
+_PATH = (TensorSpec, Same, type(None))
+"""Of the leaves of a record those that belong to the path; the others are values."""
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Unseen)
 """Types of results that travel as they are."""
 
@@ -139,6 +142,19 @@ class RunRecord:
 
     calls: tuple[CallRecord, ...]
     entries: tuple[LiveTensor, ...]
+
+    @property
+    def values(self) -> list[Any]:
+        """What the code between layers has read, and layers have returned, that is no tensor, in order."""
+        return [leaf for call in self.calls for leaf in call.leaves if not isinstance(leaf, _PATH)]
+
+    def with_values(self, values: Iterable[Any]) -> RunRecord:
+        """The same calls with other values; ``None`` for what is missing."""
+        each, calls = iter(values), list[CallRecord]()
+        for call in self.calls:
+            leaves = [leaf if isinstance(leaf, _PATH) else next(each, None) for leaf in call.leaves]
+            calls.append(call._replace(leaves=tuple(leaves)))
+        return RunRecord(tuple(calls), self.entries)
 
     @property
     def single_numbers(self) -> frozenset[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.boundary_exchange import BoundaryExchange, BoundaryKey
-from lightning_pipe.intercept.call_record import CallRecord, LiveTensor, RunRecord
+from lightning_pipe.intercept.call_record import LEAF, CallRecord, LiveTensor, RunRecord, Value
 from lightning_pipe.intercept.crossing import Crossing, Returned
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.transport.base import Channel, Lane
@@ -102,3 +102,40 @@ def test_what_has_set_out_keeps_the_plans_that_it_has() -> None:
 
     first, _ = on_both_ends(body)
     assert first[0] == first[1] == 0 < first[2]
+
+
+def test_what_the_code_reads_travels_beside_the_agreed_message() -> None:
+    def reading(value: float, layer: str = "a") -> Crossing:
+        read = CallRecord("item", (), (), LEAF, (Value.of(value),))
+        made = crossing(layer, torch.ones(2) * value)
+        return Crossing(RunRecord((read, *made.path.calls), made.path.entries), made.tensors, (7, 7))
+
+    def body(exchange: BoundaryExchange) -> list[Any]:
+        found: list[Any] = []
+        send_object = exchange.transport.send_object
+
+        def sending(obj: Any, *args: Any) -> Any:
+            objects.append(obj)
+            return send_object(obj, *args)
+
+        exchange.transport.send_object = sending  # type: ignore[method-assign]
+        for batch in (reading(1.0), reading(2.0), reading(3.0, "b")):
+            exchange.set_out(0, "shape")
+            if exchange.transport.rank == 0:
+                exchange.send(KEY, 1, batch)
+                exchange.receive_gradients(KEY, 1)
+            else:
+                exchange.expect(KEY, 0)
+                came = exchange.receive(KEY, 0)
+                found.append((came.path.calls == batch.path.calls, came.tensors[0].tolist(), came.words))
+                exchange.send_gradients(KEY, 0, Returned({}, frozenset({0})))
+            found.append(sent_by(exchange))
+            exchange.end()
+        return found
+
+    objects = list[Any]()
+    first, second = on_both_ends(body)
+    assert first == [0, first[1], 2 * first[1]]  # the first time there is no agreed message
+    assert objects[1] == [Value.of(2.0)]
+    assert [type(each) for each in objects] == [tuple, list, tuple]  # on another path everything goes as in the first
+    assert second[::2] == [(True, [1.0] * 2, (7, 7)), (True, [2.0] * 2, (7, 7)), (True, [3.0] * 2, (7, 7))]

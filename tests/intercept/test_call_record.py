@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lightning_pipe.intercept.call_record import LiveTensor, RunRecord, Value
+from lightning_pipe.intercept.call_record import LEAF, CallRecord, LiveTensor, RunRecord, Value
 from lightning_pipe.tensor_spec import TensorSpec
 
 
@@ -23,3 +23,15 @@ def test_values_are_equal_as_bytes() -> None:
 
 def test_single_elements_are_told() -> None:
     assert record(torch.ones(()), torch.ones(2), torch.ones(1, 1)).single_numbers == {0, 2}
+
+
+def test_values_are_exchanged_in_the_calls() -> None:
+    one, other = (
+        RunRecord(
+            (CallRecord("item", (), (), LEAF, (Value.of(n),)), CallRecord("sin", (0,), (True,), LEAF, (spec,))), ()
+        )
+        for n, spec in ((1.0, TensorSpec((2,), torch.float32)), (2.0, TensorSpec((2,), torch.float32)))
+    )
+    assert one != other
+    assert one.with_values(other.values) == other
+    assert one.with_values([]).calls[1:] == one.calls[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -50,6 +51,26 @@ class Looks(Net):
 )
 def test_a_layer_may_return_another_kind_of_tensor_every_time(run: dict[str, Any]) -> None:
     assert_same(Looks(), [batch(6) for _ in range(6)], **run)
+
+
+class Decides(Net):
+    """What the code uses behind the cut follows from a value that it reads before it."""
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        kept = h = first(h)
+        value = (h.detach() + 100 * x[:, :1]).mean().item()
+        for layer in others:
+            h = layer(h)
+        return h + kept * math.tanh(value) if value > 0 else h
+
+
+@pytest.mark.parametrize("run", slow_but([{"ranks": 2}, {"ranks": 4, "schedule": "gpipe"}], {"ranks": 2}))
+def test_a_value_may_decide_which_tensors_are_used(run: dict[str, Any]) -> None:
+    found = [batch(6) for _ in range(6)]
+    for each, sign in zip(found, (-1, -1, 1, 1, -1, 1), strict=True):
+        each["x"][:, 0] = sign
+    assert_same(Decides(), found, **run)
 
 
 class ResidualInput(Net):
