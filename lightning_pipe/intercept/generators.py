@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.tensor_spec import numbered
+from lightning_pipe.torch_internals import first_position, position_of
 
 _BATCHES = 3
 _python, _numpy = random.Random(), np.random.RandomState()
@@ -46,10 +47,8 @@ class TorchGenerators:
             generator.manual_seed(seed)
 
     def moved_since(self, seed: int) -> bool:
-        """Whether numbers have been drawn since they were seeded. Seeds them."""
-        now = self.states()
-        self.seed(seed)
-        return not self.are(now)
+        """Whether numbers have been drawn since they were seeded."""
+        return any(each.initial_seed() != seed or position_of(each) != first_position(each.device) for each in self.all)
 
     def are(self, states: Sequence[Tensor]) -> bool:
         """Whether they are in these states."""

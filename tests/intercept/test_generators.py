@@ -29,6 +29,9 @@ OF_TORCH: list[Callable[[], object]] = [
     lambda: torch.rand(()).item(),
     lambda: torch.randn(1).item(),  # the second one of a pair is kept
     lambda: torch.randperm(700).tolist(),
+    lambda: torch.rand(624).tolist(),  # as many as the generator makes at once
+    lambda: torch.randn(32, dtype=torch.float64).tolist(),
+    lambda: torch.bernoulli(torch.tensor(0.5)).item(),
     lambda: torch.manual_seed(3).initial_seed(),
 ]
 EVERY: list[tuple[Any, Callable[[], object]]] = [
