@@ -207,14 +207,14 @@ def in_backward() -> bool:
     return _current_graph_task_id() != -1
 
 
-def position_of(generator: torch.Generator) -> bytes:
+def position_of(generator: torch.Generator) -> list[int]:
     """How far a generator is: it stands in its state behind the seed, and on the CPU before the numbers."""
     # whole states compare once the generator is seeded again, which takes four times as long
-    return generator.get_state().numpy()[8:24].tobytes()
+    return generator.get_state()[8:24].tolist()  # an array is refused inside torch.func
 
 
 @lru_cache
-def first_position(device: torch.device) -> bytes:
+def first_position(device: torch.device) -> list[int]:
     """That of a generator of a device from which nobody has drawn, whatever its seed.
 
     Raises:
