@@ -33,30 +33,29 @@ class Same(NamedTuple):
     at: int
 
 
+@dataclass(frozen=True, slots=True)
 class Unseen:
     """Stands for a result, or an argument of a hook, that no message can hold: of which type it is."""
 
-    def __init__(self, kind: str) -> None:
-        vars(self)["kind"] = kind
-
-    def __str__(self) -> str:
-        return str(vars(self)["kind"])
+    kind: str
 
     def __getattr__(self, name: str) -> Any:
         raise CutError(
-            f"a forward hook reads '{name}' of a {vars(self)['kind']}, on a stage that does not run the hook's layer.",
+            f"a forward hook reads '{name}' of a {self.kind}, on a stage that does not run the hook's layer.",
             hint="Read tensors, numbers, strings, and tuples, lists or dictionaries of them in forward hooks.",
         )
 
 
 _PATH = (TensorSpec, Same, type(None))
 """Of the leaves of a record those that belong to the path; the others are values."""
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Unseen)
-"""Types of results that travel as they are."""
+NUMBERS = (bool, int, float, complex)
+"""Types of results that travel as `Value`: else 1 is True, and NaN is not the one that its pickle makes."""
+PLAIN = (*NUMBERS, str, bytes, torch.dtype, torch.device, torch.Size, Unseen)
+"""Types of results that are no tensors; what is no number travels as it is."""
 
 
 class Value(NamedTuple):
-    """What the user's code reads from a tensor, a number or text, as bytes: equal only if it is the same, NaN too."""
+    """A number that a layer returns, or what the user's code reads from a tensor, as bytes: equal only if the same."""
 
     data: bytes
 
@@ -82,7 +81,7 @@ class CallRecord(NamedTuple):
         structure: for layers and modules, and torch functions that read values, or return new tensors, the pytree
             structure of the result, and if there are any, of the tensors of ``stashed`` and of what ``effects`` leave;
             ``None`` for other torch functions.
-        leaves: with a structure, its leaves: :class:`TensorSpec`, :class:`Same`, :class:`Value` or plain values.
+        leaves: with a structure, its leaves: :class:`TensorSpec`, :class:`Same`, :class:`Value` or plain ones.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
         stashed: the skip connections that begin in this call.
         popped: the skip connections that end in it.

@@ -209,7 +209,7 @@ class LayerCalls:
         for leaf in leaves:
             if isinstance(leaf, Unseen):
                 raise CutError(
-                    f"'{name}' returns a {leaf}, which cannot be shown to the next stages.",
+                    f"'{name}' returns a {leaf.kind}, which cannot be shown to the next stages.",
                     hint="Return tensors, numbers, strings, None, and tuples (named ones too), lists or dictionaries "
                     "of them, or register the type with torch.utils._pytree.register_pytree_node.",
                 )

@@ -68,4 +68,4 @@ def test_a_dataclass_raises_where_a_named_tuple_crosses() -> None:
         recorded(Returns(lambda x: Held(x * 2)), X)
     assert "tuples (named ones too)" in str(caught.value.hint)
     result, call, _ = recorded(Returns(lambda x: Named(x * 2, 3)), X)
-    assert tree_unflatten([*call.leaves], call.structure) == Named(TensorSpec.of(result.h), 3)
+    assert tree_unflatten([*call.leaves], call.structure) == Named(TensorSpec.of(result.h), Value.of(3))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.intercept.inner_hooks import Unseen
 from lightning_pipe.intercept.layer_calls import RunCache
+from tests.support.engine_runs import assert_same
+from tests.support.pairs import slow_but
+from tests.support.small_net import Block, Net, batches
 
 
 def nothing(*_: Any) -> None:
@@ -38,5 +43,29 @@ def test_compiled_parts_have_none() -> None:
 
 
 def test_what_no_message_holds_is_an_error_when_it_is_read() -> None:
-    with pytest.raises(CutError, match="'logits' of a ModelOutput"):
-        _ = Unseen("ModelOutput").logits
+    unseen = Unseen("ModelOutput")
+    came = pickle.loads(pickle.dumps(unseen))
+    assert came == unseen != Unseen("Parameter")
+    for each in (unseen, came):
+        with pytest.raises(CutError, match="'logits' of a ModelOutput"):
+            _ = each.logits
+
+
+class Parametrized(Block):
+    """A part of it is given a parameter, which no other stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.linear)
+        for part in self.modules():
+            part.register_forward_hook(nothing)
+
+
+class WithParametrized(Net):
+    block = Parametrized
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("run", slow_but([{"ranks": 2}, {"ranks": 4}], {"ranks": 2}))
+def test_a_hook_on_a_part_that_is_given_a_parameter_crosses(run: dict[str, Any]) -> None:
+    assert_same(WithParametrized(), batches(4), **run)

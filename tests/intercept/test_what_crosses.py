@@ -73,6 +73,40 @@ def test_a_value_may_decide_which_tensors_are_used(run: dict[str, Any]) -> None:
     assert_same(Decides(), found, **run)
 
 
+class Numbered(Block):
+    """Returns a number beside its result: NaN, or one that is equal to that of another call and has another type."""
+
+    def __init__(self, numbers: list[Any]) -> None:
+        super().__init__()
+        self.numbers, self.calls = numbers, 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        self.calls += 1
+        return super().forward(x), self.numbers[self.calls % len(self.numbers)]
+
+
+class TellsNumbersApart(Net):
+    """The kind of each number counts where the last layer is, and something is alive that nobody needs."""
+
+    def __init__(self, numbers: list[Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Numbered(numbers) for _ in range(4))
+
+    def body(self, h: Tensor, x: Tensor) -> Tensor:
+        unused, found = h * 2, list[str]()
+        for layer in self.layers:
+            h, number = layer(h)
+            found.append(repr(number))
+        assert unused.shape == h.shape
+        return h * sum(place * len(each) for place, each in enumerate(found, start=1))
+
+
+@pytest.mark.parametrize("numbers", [[math.nan], [1, True, 1.0], [0.0, -0.0]])
+@pytest.mark.parametrize("run", slow_but([{"ranks": 2}, {"ranks": 3, "balance": [1, 1, 2]}], {"ranks": 2}))
+def test_numbers_of_layers_arrive_as_they_are(numbers: list[Any], run: dict[str, Any]) -> None:
+    assert_same(TellsNumbersApart(numbers), [batch(6) for _ in range(4)], 4, **run)
+
+
 class ResidualInput(Net):
     def body(self, h: Tensor, x: Tensor) -> Tensor:
         for layer in self.layers:
