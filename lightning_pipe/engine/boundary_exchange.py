@@ -102,7 +102,7 @@ class BoundaryPlan:
 
     @cached_property
     def steady(self) -> bool:
-        """Whether the path has read no values, which may lead to another one any time."""
+        """Whether the path holds no values, which may lead to another one any time."""
         return not any(isinstance(leaf, Value) for call in self.path.calls for leaf in call.leaves)
 
     @cached_property

@@ -6,6 +6,7 @@ import pickle
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -48,14 +49,14 @@ class Unseen:
 
 _PATH = (TensorSpec, Same, type(None))
 """Of the leaves of a record those that belong to the path; the others are values."""
-NUMBERS = (bool, int, float, complex)
-"""Types of results that travel as `Value`: else 1 is True, and NaN is not the one that its pickle makes."""
-PLAIN = (*NUMBERS, str, bytes, torch.dtype, torch.device, torch.Size, Unseen)
-"""Types of results that are no tensors; what is no number travels as it is."""
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Unseen)
+"""Types of results that travel, as `Value`: else 1 is True, and NaN is not the one that its pickle makes."""
+AS_THEY_ARE = (type(None), Enum, Unseen)
+"""Types of results that travel as they are: they do not mix up what differs."""
 
 
 class Value(NamedTuple):
-    """A number that a layer returns, or what the user's code reads from a tensor, as bytes: equal only if the same."""
+    """A plain value that a layer returns, or what is read from a tensor, as bytes: equal only if it is the same."""
 
     data: bytes
 
@@ -81,7 +82,7 @@ class CallRecord(NamedTuple):
         structure: for layers and modules, and torch functions that read values, or return new tensors, the pytree
             structure of the result, and if there are any, of the tensors of ``stashed`` and of what ``effects`` leave;
             ``None`` for other torch functions.
-        leaves: with a structure, its leaves: :class:`TensorSpec`, :class:`Same`, :class:`Value` or plain ones.
+        leaves: with a structure, its leaves: :class:`TensorSpec`, :class:`Same`, :class:`Value` or `AS_THEY_ARE`.
         mutated: for layers and modules, the arguments changed in place (positions among the argument's tensors).
         stashed: the skip connections that begin in this call.
         popped: the skip connections that end in it.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, ExpTransform, Transform
 
-from lightning_pipe.intercept.call_record import LEAF, NUMBERS, PLAIN, Same, Unseen, Value
+from lightning_pipe.intercept.call_record import AS_THEY_ARE, LEAF, PLAIN, Same, Unseen, Value
 from lightning_pipe.intercept.placeholder import Placeholder
 from lightning_pipe.tensor_spec import TensorSpec
 from lightning_pipe.torch_internals import register_pytree_node, tree_flatten
@@ -37,7 +37,7 @@ def described(
     found, new = list[Any](), list[Tensor]()
     for position, leaf in enumerate(leaves, start=len(given)):
         if leaf is None or isinstance(leaf, PLAIN):
-            found.append(Value.of(leaf) if type(leaf) in NUMBERS else leaf)
+            found.append(leaf if isinstance(leaf, AS_THEY_ARE) else Value.of(leaf))
         elif (at := positions.setdefault(id(leaf), position)) != position:
             found.append(Same(at))
         elif isinstance(leaf, Tensor):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import pickle
+from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,38 +75,45 @@ def test_a_value_may_decide_which_tensors_are_used(run: dict[str, Any]) -> None:
     assert_same(Decides(), found, **run)
 
 
-class Numbered(Block):
-    """Returns a number beside its result: NaN, or one that is equal to that of another call and has another type."""
+class Letter(StrEnum):
+    A = "a"
 
-    def __init__(self, numbers: list[Any]) -> None:
+
+VALUES: list[Any] = [[math.nan], [np.float64("nan")], [1, True, 1.0, np.float64(1)], [0.0, -0.0], ["a", Letter.A]]
+
+
+class Valued(Block):
+    """Returns a value beside its result: NaN, or one that is equal to that of another call and has another type."""
+
+    def __init__(self, values: list[Any]) -> None:
         super().__init__()
-        self.numbers, self.calls = numbers, 0
+        self.values, self.calls = values, 0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
         self.calls += 1
-        return super().forward(x), self.numbers[self.calls % len(self.numbers)]
+        return super().forward(x), self.values[self.calls % len(self.values)]
 
 
-class TellsNumbersApart(Net):
-    """The kind of each number counts where the last layer is, and something is alive that nobody needs."""
+class TellsValuesApart(Net):
+    """The kind of each value counts where the last layer is, and something is alive that nobody needs."""
 
-    def __init__(self, numbers: list[Any]) -> None:
+    def __init__(self, values: list[Any]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Numbered(numbers) for _ in range(4))
+        self.layers = nn.ModuleList(Valued(values) for _ in range(4))
 
     def body(self, h: Tensor, x: Tensor) -> Tensor:
         unused, found = h * 2, list[str]()
         for layer in self.layers:
-            h, number = layer(h)
-            found.append(repr(number))
+            h, value = layer(h)
+            found.append(repr(value))
         assert unused.shape == h.shape
         return h * sum(place * len(each) for place, each in enumerate(found, start=1))
 
 
-@pytest.mark.parametrize("numbers", [[math.nan], [1, True, 1.0], [0.0, -0.0]])
+@pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("run", slow_but([{"ranks": 2}, {"ranks": 3, "balance": [1, 1, 2]}], {"ranks": 2}))
-def test_numbers_of_layers_arrive_as_they_are(numbers: list[Any], run: dict[str, Any]) -> None:
-    assert_same(TellsNumbersApart(numbers), [batch(6) for _ in range(4)], 4, **run)
+def test_values_of_layers_arrive_as_they_are(values: list[Any], run: dict[str, Any]) -> None:
+    assert_same(TellsValuesApart(values), [batch(6) for _ in range(4)], 4, **run)
 
 
 class ResidualInput(Net):
