@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,10 +48,6 @@ class TorchGenerators:
     def moved_since(self, seed: int) -> bool:
         """Whether numbers have been drawn since they were seeded."""
         return any(each.initial_seed() != seed or position_of(each) != first_position(each.device) for each in self.all)
-
-    def are(self, states: Sequence[Tensor]) -> bool:
-        """Whether they are in these states."""
-        return all(map(torch.equal, states, self.states()))
 
 
 class LibraryGenerators:

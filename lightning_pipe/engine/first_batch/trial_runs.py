@@ -120,5 +120,5 @@ class NotRandom(TorchFunctionMode):
             return func(*args, **kwargs)
         before = self._generators.states()
         result = func(*args, **kwargs)
-        self.drew |= kwargs.get("generator") is not None or not self._generators.are(before)
+        self.drew |= kwargs.get("generator") is not None or not all(map(torch.equal, before, self._generators.states()))
         return result
