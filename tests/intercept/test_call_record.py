@@ -26,12 +26,8 @@ def test_single_elements_are_told() -> None:
 
 
 def test_values_are_exchanged_in_the_calls() -> None:
-    one, other = (
-        RunRecord(
-            (CallRecord("item", (), (), LEAF, (Value.of(n),)), CallRecord("sin", (0,), (True,), LEAF, (spec,))), ()
-        )
-        for n, spec in ((1.0, TensorSpec((2,), torch.float32)), (2.0, TensorSpec((2,), torch.float32)))
-    )
+    sine = CallRecord("sin", (0,), (True,), LEAF, (TensorSpec((2,), torch.float32),))
+    one, other = (RunRecord((CallRecord("item", (), (), LEAF, (Value.of(n),)), sine), ()) for n in (1.0, 2.0))
     assert one != other
     assert one.with_values(other.values) == other
     assert one.with_values([]).calls[1:] == one.calls[1:]
