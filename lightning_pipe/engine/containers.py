@@ -24,10 +24,10 @@ def children(node: Any) -> dict[Any, Any] | None:
     """
     if isinstance(node, Tensor) or kind_of(node) is not None:
         return None
-    if isinstance(node, Mapping):
-        return dict(node)
     if isinstance(node, list | tuple):
         return dict(enumerate(node))
+    if isinstance(node, Mapping):
+        return dict(node)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
         # with what ``__post_init__`` has made of the fields, which is cut as they are
@@ -93,7 +93,7 @@ def _copy(leaf: Any) -> Any:
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
     behind = nodes_behind([tensor]) if tensor.requires_grad else ()
-    if any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in behind):
+    if behind and any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in behind):
         raise CutError(
             f"a tensor {tuple(tensor.shape)} of the batch is computed from parameters before the step, which every "
             "stage runs for itself.",

@@ -39,8 +39,9 @@ from lightning_pipe.intercept.numbers import Numbers
 from lightning_pipe.intercept.random_streams import mix
 from lightning_pipe.intercept.references import bound_in
 from lightning_pipe.intercept.tensor_state import memory_of, version_of
+from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.user_objects import inside
-from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active, tree_leaves
+from lightning_pipe.torch_internals import DisableTorchFunction, functorch_active
 
 _PLAIN = (int, float, str, bytes, torch.dtype, Number)
 _NAMED = 5
@@ -88,7 +89,10 @@ class Digest:
 
     def begin(self, batch: Any) -> None:
         """The run is about to begin, with this batch, of which no other run has the same tensors."""
-        for position, leaf in enumerate(() if self.idle else tree_leaves(batch), start=1):
+        if self.idle:
+            return
+        held = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
+        for position, leaf in enumerate(leaves_of(tuple(held), {}), start=1):
             if isinstance(leaf, Tensor):
                 self._mark(leaf, mix(position), varies=True)
 

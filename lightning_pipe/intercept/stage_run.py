@@ -51,9 +51,10 @@ from lightning_pipe.intercept.recompute import is_recomputing
 from lightning_pipe.intercept.skipped_layers import SkippedLayers
 from lightning_pipe.intercept.stage_layers import CallNumbers, StageLayers
 from lightning_pipe.intercept.tensor_state import version_of
+from lightning_pipe.intercept.torch_functions import leaves_of
 from lightning_pipe.intercept.tracker import Tracker
 from lightning_pipe.skip import StepStore, stored_in
-from lightning_pipe.torch_internals import functorch_active, graph_nodes, tree_leaves
+from lightning_pipe.torch_internals import functorch_active, graph_nodes
 
 _END = "the end of the step"
 NO_SKIPPING = (
@@ -190,7 +191,7 @@ class StageRun:
                 hint="A training step may leave layers out if it runs the last one: LayerDrop must keep that (in "
                 "transformers layerdrop=0.0). If these layers belong to no step, name another sequence: layers=... .",
             )
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of((result,), {}) if isinstance(leaf, Tensor)]
         self.tracker.touch(tensors, "the step's result")
         # what outlives the step is read later: attributes, lists, what was logged
         self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
@@ -248,7 +249,7 @@ class StageRun:
             shared = {entry.number for entry in entries if entry.shared}
             alive = numbers.alive() if shared else ()
             self.copied = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
-        self.tracker.digest.idle = self.stage.last  # nobody compares what follows
+        self.tracker.followed, self.tracker.digest.idle = not self.stage.last, self.stage.last
 
     def check_backward(self, outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor | GradientEdge]) -> None:
         """A backward pass begins inside the step: of a derivative over the cut it would find a part.

@@ -55,6 +55,7 @@ class Tracker(TorchFunctionMode):
 
     Attributes:
         partial: as given.
+        followed: whether other stages make the calls again that come now.
         expected: while ``waiting``, the calls of the previous stage up to its cut.
         alone: whether no other micro-batch is under way, which could read what this one changes.
         surroundings: what is around the code that runs now.
@@ -85,7 +86,8 @@ class Tracker(TorchFunctionMode):
         self.numbers = Numbers()
         self.digest = Digest(self.numbers, parameter_use.name_of, idle=not partial)
         self.in_place = InPlace(self.numbers, parameter_use, partial=partial)
-        self.partial, self.expected = partial, tuple[CallRecord, ...]()
+        self.partial = self.followed = partial
+        self.expected = tuple[CallRecord, ...]()
         self.leaves_before: dict[int, Tensor] = {}
         self.surroundings, self._parameter_use = Surroundings(isolated), parameter_use
 
@@ -279,7 +281,7 @@ class Tracker(TorchFunctionMode):
         written = self.in_place.written(changed) if changed else ()
         if written:
             self._check_changing(written, name)
-        shapes = list(map(TensorSpec.of, written)) if self.partial else []
+        shapes = list(map(TensorSpec.of, written))
         # A stage that waits does not call the function: what it draws must not come from the stream of the code around.
         if self.function or draws(func, name):
             with self._stream_of(-1, len(self.calls)):
@@ -287,14 +289,10 @@ class Tracker(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         numbers, differentiable = self.numbers.give_all(results_of(result, written))
+        told = None
         # what the code reads may decide its path: stages that wait read the same
-        if numbers:
-            structure, leaves, _ = described(result, tensors, tensors[0].device)
-            told = None if any(isinstance(leaf, Unseen) for leaf in leaves) else (structure, leaves)
-        else:
-            told = values_read(name, result)
-        if self.partial and list(map(TensorSpec.of, written)) != shapes:
-            told = None
+        if (self.function or self.followed) and list(map(TensorSpec.of, written)) == shapes:
+            told = _shown(result, tensors) if numbers else values_read(name, result)
         if self.function and self.partial and (told is None or self.in_place.changed(before, name)):
             raise CutError(
                 f"the torch.autograd.Function '{name}' changes a tensor in place, or returns something else than new "
@@ -357,6 +355,12 @@ class Tracker(TorchFunctionMode):
                     self._off, around.inside = off, True
         finally:
             around.inner_hook = False
+
+
+def _shown(result: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Any, ...]] | None:
+    """What a function of tensors returns, for stages that wait; ``None``: it is nothing that they can be shown."""
+    structure, leaves, _ = described(result, tensors, tensors[0].device)
+    return None if any(isinstance(leaf, Unseen) for leaf in leaves) else (structure, leaves)
 
 
 class _Paused:

@@ -34,6 +34,8 @@ _UNREAD = 1 << 20
 _BARRIER = threading.Lock()
 _GLANCE = 50
 """Milliseconds between two tries: the system says that there is room when three quarters are free, not one packet."""
+_AWAKE = 3e-3
+"""Seconds for which a wait looks again and again before it sleeps: to wake a core takes as long as a tiny layer."""
 
 
 class Buffer(NamedTuple):
@@ -185,7 +187,7 @@ class SharedMemoryPeer:
             OSError: the other process has gone, or its memory cannot be mapped.
         """
         try:
-            packet = b"" if self._gone else self._socket.recv(_PACKET.size, flags)
+            packet = b"" if self._gone else self._next(flags)
         except BlockingIOError:
             return False
         except OSError:
@@ -201,6 +203,15 @@ class SharedMemoryPeer:
         else:
             self._arrived[tag].append((self._mapped[number], size))
         return True
+
+    def _next(self, flags: int) -> bytes:
+        until = time.monotonic() + _AWAKE
+        while not flags and time.monotonic() < until:
+            try:
+                return self._socket.recv(_PACKET.size, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()  # others that wait for this core go first
+        return self._socket.recv(_PACKET.size, flags)
 
     def _map(self, number: int, size: int) -> None:
         """Take in memory that the peer has made."""
