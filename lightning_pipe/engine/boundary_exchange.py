@@ -98,7 +98,7 @@ class BoundaryPlan:
 
     def masks(self, used: Container[int], present: Container[int]) -> list[int]:
         """The masks of the backward message: which tensors were used, and which gradients are there."""
-        return [*(n in used for n in self.numbers), *(n in present for n in self.gradients)]
+        return [*[n in used for n in self.numbers], *[n in present for n in self.gradients]]
 
     @cached_property
     def steady(self) -> bool:

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from lightning_pipe.intercept.crossing import Crossing
 from lightning_pipe.intercept.describe import show_distributions
@@ -34,7 +34,7 @@ _set = nn.Module.__setattr__
 
 def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
     # a compiler that traces a layer is to see what it would see without us
-    if not is_compiling() and (run := under_way.run) is not None:
+    if not is_dynamo_compiling() and (run := under_way.run) is not None:
         run.layer_calls.setting(run, module, name, value)
     _set(module, name, value)
 
@@ -76,13 +76,13 @@ class Interceptor:
         self._patched = False
         show_distributions()
         self.module = module
-        self._named, self.layers = layers, [layer for _, layer in layers]
+        self.layers = [layer for _, layer in layers]
         configurations = (vars(part).get("config") for part in module.modules())
         self._configurations = [*{id(each): each for each in configurations if hasattr(each, "__dict__")}.values()]
         self._tells = tells
-        self._outside = list(outside_modules(module, self.layers))
-        roots = [*layers, *self._outside]
-        self.state = LayerState(module, roots, *places, one_pipe=one_pipe)
+        outside = list(outside_modules(module, self.layers))
+        self._wrapped = [*enumerate(layers), *zip(count(-2, -1), outside, strict=False)]
+        self.state = LayerState(module, [*layers, *outside], *places, one_pipe=one_pipe)
         self.cache = RunCache(self.state, parameter_use, device)
         self.buffers = BufferGuard(self.state.root_of)
         # by key: the number of a layer; for outside modules numbers below that of torch calls, -1
@@ -134,14 +134,13 @@ class Interceptor:
 
     def _places(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """What stands in modules while steps run, each in place before the next is asked for."""
-        for module, forward in chain(
-            ((layer, self._wrapper(number, name, layer)) for number, (name, layer) in enumerate(self._named)),
-            ((each, self._wrapper(-2 - position, name, each)) for position, (name, each) in enumerate(self._outside)),
-            ((each, interrupting(padding_alike(each, each.forward))) for each in self._encoders),
-        ):
-            yield module, "forward", forward
+        for key, (name, module) in self._wrapped:
+            yield module, "forward", self._wrapper(key, name, module)
             if is_compiled(module):
                 yield module, "_compiled_call_impl", None  # the wrapper calls what is compiled
+        for each in self._encoders:
+            yield each, "forward", interrupting(padding_alike(each, each.forward))
+            yield each, "_compiled_call_impl", None
 
     def _wrapper(self, key: int, name: str, module: nn.Module) -> Callable[..., Any]:
         """What stands in the place of a module's forward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,12 +72,9 @@ class Numbers:
             return True
         return type(tensor) is not Tensor and isinstance(tensor, (Placeholder, nn.Parameter))
 
-    def alive(self) -> Iterator[tuple[int, Tensor]]:
+    def alive(self) -> list[tuple[int, Tensor]]:
         """The numbered tensors that still exist, by number."""
-        for number, reference in self._alive.items():
-            tensor = reference()
-            if tensor is not None:
-                yield number, tensor
+        return [(number, tensor) for number, reference in self._alive.items() if (tensor := reference()) is not None]
 
     def find(self, number: int) -> Tensor | None:
         """The tensor with a number, if it still exists."""

@@ -194,7 +194,7 @@ class StageRun:
         tensors = [leaf for leaf in leaves_of((result,), {}) if isinstance(leaf, Tensor)]
         self.tracker.touch(tensors, "the step's result")
         # what outlives the step is read later: attributes, lists, what was logged
-        self.tracker.used.update(number for number, _ in self.tracker.numbers.alive())
+        self.tracker.used.update([number for number, _ in self.tracker.numbers.alive()])
         self.skips.check_empty()
 
     # ------------------------------------------------------------------ calls that arrive from the user's code
