@@ -12,7 +12,6 @@ import ctypes
 import errno
 import mmap
 import os
-import select
 import socket
 import struct
 import threading
@@ -32,8 +31,8 @@ _MOST_AT_ONCE = 256
 _UNREAD = 1 << 20
 """Bytes of the system's memory for packets that nobody has read, 768 for each; the system may allow less."""
 _BARRIER = threading.Lock()
-_GLANCE = 50
-"""Milliseconds between two tries: the system says that there is room when three quarters are free, not one packet."""
+_GLANCE = 1e-3
+"""Seconds between two tries: the system says that there is room when three quarters are free, not one packet."""
 _AWAKE = 3e-3
 """Seconds for which a wait looks again and again before it sleeps: to wake a core takes as long as a tiny layer."""
 
@@ -79,8 +78,12 @@ class PostedReceive:
             TimeoutError: it did not come within the timeout.
             OSError: the other process has gone, its memory cannot be mapped, or it has sent another size.
         """
+        until = time.monotonic() + _AWAKE
         while self.came is None:
-            if not self._peer.read():
+            if time.monotonic() < until:
+                if not self._peer.read(socket.MSG_DONTWAIT):
+                    os.sched_yield()  # who else waits for this core goes first
+            elif not self._peer.read():
                 raise TimeoutError("timed out")
         buffer, size = self.came
         if size != self._size:
@@ -113,8 +116,7 @@ class SharedMemoryPeer:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, longest)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
-        self._socket = connection
-        self._timeout = timeout
+        self._socket, self._timeout = connection, timeout
         self._gone = False
         self._reason: OSError = ConnectionResetError("Connection closed by peer")
         self._own: defaultdict[int, list[Buffer]] = defaultdict(list)  # by size
@@ -187,7 +189,7 @@ class SharedMemoryPeer:
             OSError: the other process has gone, or its memory cannot be mapped.
         """
         try:
-            packet = b"" if self._gone else self._next(flags)
+            packet = b"" if self._gone else self._socket.recv(_PACKET.size, flags)
         except BlockingIOError:
             return False
         except OSError:
@@ -203,15 +205,6 @@ class SharedMemoryPeer:
         else:
             self._arrived[tag].append((self._mapped[number], size))
         return True
-
-    def _next(self, flags: int) -> bytes:
-        until = time.monotonic() + _AWAKE
-        while not flags and time.monotonic() < until:
-            try:
-                return self._socket.recv(_PACKET.size, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()  # others that wait for this core go first
-        return self._socket.recv(_PACKET.size, flags)
 
     def _map(self, number: int, size: int) -> None:
         """Take in memory that the peer has made."""
@@ -245,8 +238,6 @@ class SharedMemoryPeer:
                 limit = limit or time.monotonic() + self._timeout
             if time.monotonic() > limit:
                 raise TimeoutError("timed out: hundreds of messages are unread")
-            ready = select.poll()
-            ready.register(self._socket, select.POLLIN | select.POLLOUT)
-            ready.poll(_GLANCE)
+            time.sleep(_GLANCE)
             while self.read(socket.MSG_DONTWAIT):
                 pass
