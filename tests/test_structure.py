@@ -34,7 +34,7 @@ BUDGET = {
     "skip": 420,
 }
 """Lines of a room at most. The numbers go down; one goes up for a new capability alone, which its commit names."""
-MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 268, 108, 28
+MOST_CLASSES, MOST_PRIVATE_NAMES, MOST_PATCHES = 268, 107, 28
 """In the whole package: classes, private names of other packages, places that replace some of theirs for a time."""
 MOST_RECIPES = 8500
 """Lines of `recipes/`."""

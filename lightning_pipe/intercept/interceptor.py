@@ -18,7 +18,7 @@ from lightning_pipe.intercept.describe import show_distributions
 from lightning_pipe.intercept.layer_calls import RunCache
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.recompute import BufferGuard
-from lightning_pipe.intercept.stage_run import StageRun, running, under_way
+from lightning_pipe.intercept.stage_run import StageRun, under_way
 from lightning_pipe.intercept.torch_patches.activation_checkpoints import CHECKPOINTS, run_again
 from lightning_pipe.intercept.torch_patches.autograd_functions import FUNCTIONS, called_within
 from lightning_pipe.intercept.torch_patches.backward_hooks import BACKWARD_HOOKS
@@ -170,8 +170,12 @@ class Interceptor:
         self, run: StageRun, step: Callable[[], Any], receive: Callable[[], Crossing | None] = lambda: None
     ) -> Any:
         """Run the user's step; its calls of layers go to ``run``. ``receive`` gives what earlier stages send."""
-        with running(run), self.state.of_run(run):
-            return run.run(step, receive)
+        before, under_way.run = under_way.run, run
+        try:
+            with self.state.of_run(run):
+                return run.run(step, receive)
+        finally:
+            under_way.run = before
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

@@ -32,8 +32,8 @@ several passes, and ends there on all stages (`StageRun.repeats`): another kind 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -344,13 +344,3 @@ class _UnderWay(threading.local):
 
 under_way = _UnderWay()
 """Its ``run`` is the run of the step in this thread; where there is none what is replaced in torch does as torch."""
-
-
-@contextmanager
-def running(run: StageRun) -> Iterator[None]:
-    """While the context lasts, what this thread calls in layers, and of what is replaced in torch, goes to ``run``."""
-    before, under_way.run = under_way.run, run
-    try:
-        yield
-    finally:
-        under_way.run = before

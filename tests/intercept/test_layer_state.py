@@ -17,8 +17,8 @@ from lightning_pipe.intercept.absent_value import AbsentValue
 from lightning_pipe.intercept.interceptor import ATTRIBUTES
 from lightning_pipe.intercept.layer_state import LayerState
 from lightning_pipe.intercept.snapshot import Change
-from lightning_pipe.intercept.stage_run import running
-from lightning_pipe.patches import all_replaced
+from lightning_pipe.intercept.stage_run import under_way
+from lightning_pipe.patches import all_replaced, replaced
 
 
 class Keeps(nn.Module):
@@ -63,7 +63,7 @@ class Rank:
             setting=lambda run, *what: self.state.setting(run, *what) if self.state.counts(*what) else None,
         )
         self.state.runs(self.own, self.stage)
-        with all_replaced(ATTRIBUTES), running(run), self.state.of_run(run):
+        with all_replaced(ATTRIBUTES), replaced(under_way, "run", run, gated=False), self.state.of_run(run):
             yield
 
 

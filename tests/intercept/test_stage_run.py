@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import ConfigurationError
-from lightning_pipe.intercept.stage_run import running, under_way
+from lightning_pipe.intercept.stage_run import under_way
+from lightning_pipe.patches import replaced
 from tests.support.engine_runs import assert_close, assert_same, pipelined, single_device
 from tests.support.pairs import slow_but
 from tests.support.small_net import WIDTH, Carried, Net, ViewsAndChunks, batch, batches
@@ -134,12 +135,12 @@ def test_a_thread_sees_its_own_run_alone() -> None:
     own: Any = object()
     inner: Any = object()
     seen: list[Any] = []
-    with running(own):
+    with replaced(under_way, "run", own, gated=False):
         other = threading.Thread(target=lambda: seen.append(under_way.run))
         other.start()
         other.join(10)
         assert under_way.run is own
-        with running(inner):
+        with replaced(under_way, "run", inner, gated=False):
             assert under_way.run is inner
         assert under_way.run is own
     assert seen == [None]

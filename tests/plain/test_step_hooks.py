@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe import PipeStrategy
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.stage_run import running
+from lightning_pipe.intercept.stage_run import under_way
+from lightning_pipe.patches import replaced
 from lightning_pipe.plain.step_traces import StepHooks, TracesOfBatch
 from tests.support import oracle
 from tests.support.pairs import slow_but
@@ -78,7 +79,7 @@ def test_hooks_of_runs_that_end_early_are_gone_and_those_that_stay_are_on_all_ra
 def test_what_a_layer_registers_is_its_own() -> None:
     rank = Rank()
     inside: Any = SimpleNamespace(surroundings=SimpleNamespace(inside=True))
-    with running(inside):
+    with replaced(under_way, "run", inside, gated=False):
         rank.run("a", complete=False)
     assert rank.says() == "a"
 
