@@ -50,14 +50,14 @@ def with_local(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-@torch.no_grad()
 def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient that is divided as its parameter is: sums over tensor-parallel ranks that are pending are made."""
     if not is_divided(gradient) or not is_divided(parameter):
         return gradient
     wanted: Sequence[Any] = parameter.placements  # type: ignore[attr-defined]
     divided: DTensor = gradient  # type: ignore[assignment]
-    return divided if divided.placements == wanted else divided.redistribute(placements=wanted)
+    with torch.no_grad():
+        return divided if divided.placements == wanted else divided.redistribute(placements=wanted)
 
 
 def divides(placement: Any) -> bool:

@@ -91,7 +91,7 @@ def withheld_gradients(parameters: Iterable[nn.Parameter], scale: float = 1.0) -
     before = [parameter.grad for parameter in held]
     withheld = WithheldGradients(scale)
     # the dictionaries of tensor hooks and post-accumulate hooks are emptied in place: autograd has references to them
-    both = ((each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in held)
+    both = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in held]
     silenced = [(hooks, dict(hooks)) for of_one in both for hooks in of_one if hooks]
     for parameter in held:
         parameter.grad = None
