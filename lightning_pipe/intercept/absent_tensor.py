@@ -35,6 +35,7 @@ _NEEDS_NONE |= {"untyped_storage", "data_ptr", "register_post_accumulate_grad_ho
 # Functions whose result has the same values, elsewhere or of another type.
 _MOVED = frozenset(["to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "type_as"])
 _ACCESS = frozenset(["__get__", "__set__", "__delete__"])
+_PLAIN = Tensor, nn.Parameter
 _SHOWN = 3
 """Names that an error lists."""
 
@@ -172,12 +173,11 @@ def exchange(tensor: Tensor, new: Tensor) -> None:
 
 def is_absent(tensor: Tensor) -> bool:
     """Whether there is no value, also where ``.data`` was assigned from an absent tensor: torch asks nobody then."""
-    if isinstance(tensor, AbsentTensor):
-        return True
-    if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, Placeholder) or is_divided(tensor):
-        return False
+    if type(tensor) not in _PLAIN and (isinstance(tensor, AbsentTensor | Placeholder) or is_divided(tensor)):
+        return isinstance(tensor, AbsentTensor)
     with DisableTorchFunction():  # a step under way must not take this for one of its calls
-        return tensor.data_ptr() == _void(tensor.dtype, tensor.device).data_ptr()
+        has_memory = tensor.layout is torch.strided and not tensor.is_meta
+        return has_memory and tensor.data_ptr() == _void(tensor.dtype, tensor.device).data_ptr()
 
 
 def _origin(tree: Any) -> Origin:
