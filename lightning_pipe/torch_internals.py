@@ -69,7 +69,7 @@ NAMES = {
     "torch.nn.Module": {
         "_buffers": "a buffer is exchanged for another without a word to the user's __setattr__",
         "_parameters": "as _buffers",
-        "_modules": "a chain of modules is walked under the names it has",
+        "_modules": "modules are walked, as by named_modules(), and chains of them under the names they have",
         "_compiled_call_impl": "what module.compile() sets: compiled code must not follow a wrapper",
         "_forward_hooks": "modules with hooks are not called through their compiled code",
         "_forward_pre_hooks": "as _forward_hooks",
@@ -182,6 +182,29 @@ run_backward: Callable[..., Any] = torch.autograd._engine_run_backward  # type: 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called, and nothing stands in its place now."""
     return vars(module).get("_compiled_call_impl") is not None
+
+
+def named_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """What ``module.named_parameters()`` yields, which resumes a generator for each level above a parameter."""
+    found: dict[int, tuple[str, torch.nn.Parameter]] = {}
+    _visit(module, "", set(), found)
+    return [*found.values()]
+
+
+# Not within the other: a function that calls itself there would be left to the garbage collector.
+def _visit(
+    module: torch.nn.Module,
+    path: str,
+    seen: set[torch.nn.Module],
+    found: dict[int, tuple[str, torch.nn.Parameter]],
+) -> None:
+    seen.add(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and (key := id(parameter)) not in found:
+            found[key] = f"{path}{name}", parameter
+    for name, child in module._modules.items():
+        if child is not None and child not in seen:
+            _visit(child, f"{path}{name}.", seen, found)
 
 
 def interrupting(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_pipe import lightning_internals, torch_internals
 from lightning_pipe.errors import VersionError
@@ -148,3 +150,16 @@ def test_the_versions_are_those_that_the_package_asks_for() -> None:
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     for library, versions in {**torch_internals.VERSIONS, **lightning_internals.VERSIONS}.items():
         assert f"{library}{versions}" in asked
+
+
+def test_parameters_have_the_names_and_the_order_that_torch_gives_them() -> None:
+    """A module inside itself, one used twice, a weight used twice, and entries that are None."""
+    shared, net = nn.Linear(2, 2), nn.Module()
+    net.blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2, bias=False), shared), shared, nn.Linear(2, 2)])
+    net.blocks[2].weight = net.blocks[0][0].weight
+    net.blocks[0].whole = net
+    net.register_module("none", None)
+    net.scale = nn.Parameter(torch.ones(1))
+    expected = [(name, id(parameter)) for name, parameter in net.named_parameters()]
+    assert [(name, id(parameter)) for name, parameter in torch_internals.named_parameters(net)] == expected
+    assert len(expected) == 5

@@ -26,13 +26,8 @@ from lightning_pipe.construction import tensors_of
 from lightning_pipe.errors import CutError, PartitionError
 from lightning_pipe.intercept.absent_tensor import IN_HOOKS, AbsentTensor, Origin, exchange, hint_of_use, is_absent
 from lightning_pipe.local_parts import is_divided
-from lightning_pipe.parameters.releasing import (
-    check_memory,
-    make_swappable,
-    named_tensors,
-    release,
-    share_memory,
-)
+from lightning_pipe.parameters.releasing import check_memory, make_swappable, named_tensors, release, share_memory
+from lightning_pipe.torch_internals import named_parameters
 
 
 @dataclass(eq=False)
@@ -211,7 +206,7 @@ class Ownership:
         Raises:
             CutError: names it.
         """
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in named_parameters(self._module):
             if is_absent(parameter) and self.holds(name) and self.needed(name):
                 raise self._follows_others(name)
 

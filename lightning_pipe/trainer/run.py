@@ -27,6 +27,7 @@ from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.random_streams import RandomStreams, mix
 from lightning_pipe.partition.calls import Call
 from lightning_pipe.patches import replaced
+from lightning_pipe.torch_internals import named_parameters
 from lightning_pipe.trainer.asynchronous.streaming import Streaming
 from lightning_pipe.trainer.checks import steps_for_every_batch
 from lightning_pipe.trainer.data.loaders import Loaders
@@ -202,7 +203,7 @@ class PipelineRun:
             return self.streaming.train(step, weights)
         self.gradients.free_old(optimizers)
         parts, reduce = step.micro_batches, self.gradients.reduced_at_once
-        with withheld_gradients(list(self._module.parameters()), scale) as withheld:
+        with withheld_gradients([each for _, each in named_parameters(self._module)], scale) as withheld:
             with self._step.running() as step.before:
                 step.outputs = self.pipeline.train(step, parts.parts, weights, seed=step.seed, reduce=reduce)
             # report what the last stage has made of the batch, and apply it on all ranks
