@@ -70,10 +70,11 @@ class BatchSplitter:
         number = self.number
         if self._uncut:
             return self._whole(batch, self._uncut)
-        full = self._full_batch() or self._largest
-        # a number that leaves one sample each in a full batch is the user's choice
-        enough = BATCH_NORM_SAMPLES if number == "auto" else 2 if full >= 2 * number else 1
-        least = enough if any(map(is_normalising, self._norms)) else 1
+        least = 1
+        if any(map(is_normalising, self._norms)):
+            full = self._full_batch() or self._largest
+            # a number that leaves one sample each in a full batch is the user's choice
+            least = BATCH_NORM_SAMPLES if number == "auto" else 2 if full >= 2 * number else 1
         try:
             split = self._divided(batch, number, least)
         except ConfigurationError as error:

@@ -53,6 +53,8 @@ class TokenLosses:
         total, rest = sum(first), sum(map(sum, others))
         ratio = rest / (total or 1e-9)  # where nothing counts by the first one, no other replica has as much
         self.spread = float(total + rest > 0), ratio, ratio**2
+        if not others and self.left is None:  # samples count, as in the batch itself
+            return split
         return replace(split, amounts=first, candidates=candidates if _differ(candidates) else {})
 
     def learn(self, fitting: Sequence[Mapping[str, Sequence[float]]]) -> bool:
@@ -86,11 +88,8 @@ def _counts(split: MicroBatches, *, every: bool) -> dict[str, list[float]]:
         split: the batch.
         every: whether integers of which none is -100 are counted, too.
     """
-    leaves = {
-        place: leaf
-        for place, leaf in _integers("batch", split.batch)
-        if leaf.ndim > 1 and len(leaf) == sum(split.sizes)
-    }
+    length = sum(split.sizes)
+    leaves = {place: leaf for place, leaf in _integers("batch", split.batch) if leaf.ndim > 1 and len(leaf) == length}
     counts = [
         kept.flatten(1).sum(1)
         for leaf in leaves.values()
