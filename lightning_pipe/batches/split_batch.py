@@ -104,9 +104,9 @@ def _columns(node: Any, sizes: list[int], batch: Any) -> list[Any]:
     if (kind := kind_of(node)) is not None:
         return cut(node, kind, sizes) if kind.size(node) == length else [node] * len(sizes)
     if isinstance(node, Tensor | np.ndarray):
-        if node.ndim == 0 or len(node) != length:
+        if node.ndim == 0 or node.shape[0] != length:
             return [node] * len(sizes)
-        return list(torch.split(node, sizes)) if isinstance(node, Tensor) else np.split(node, np.cumsum(sizes)[:-1])
+        return list(node.split_with_sizes(sizes)) if isinstance(node, Tensor) else np.split(node, np.cumsum(sizes)[:-1])
     contents = children(node)
     if contents is None:
         return [node] * len(sizes)
@@ -130,7 +130,7 @@ def _evidence(batch: Any) -> tuple[list[tuple[str, int]], list[tuple[str, Sequen
             if isinstance(node, Tensor) and (node.layout is not torch.strided or node.is_nested):
                 raise _unknown(path, f"a {node.layout} tensor")
             if node.ndim:
-                firm.append((path, len(node)))
+                firm.append((path, node.shape[0]))
             return
         contents = children(node)
         if contents is None:
@@ -139,8 +139,9 @@ def _evidence(batch: Any) -> tuple[list[tuple[str, int]], list[tuple[str, Sequen
         elif _may_be_samples(node, outermost=node is batch):
             loose.append((path, node))
         else:
+            named = dataclasses.is_dataclass(node)
             for key, child in contents.items():
-                walk(f"{path}.{key}" if dataclasses.is_dataclass(node) else f"{path}[{key!r}]", child)
+                walk(f"{path}.{key}" if named else f"{path}[{key!r}]", child)
 
     walk("batch", batch)
     return firm, loose
@@ -197,7 +198,6 @@ def _are_images(sequence: Sequence[Any]) -> bool:
 def _check_loose(path: str, sequence: Sequence[Any], length: int, certain: bool) -> None:
     """Refuse a sequence that fits neither as one element per sample nor as fields of the batch."""
     inside = {_length(child) for child in _tensors(sequence)}
-    fields = bool(inside) and inside <= {length, 1, 0}
     if len(sequence) == length:
         if not certain and length > 1 and inside == {length} and not (_is_tensors(sequence) and _are_images(sequence)):
             raise ConfigurationError(
@@ -205,7 +205,7 @@ def _check_loose(path: str, sequence: Sequence[Any], length: int, certain: bool)
                 hint=_HINT,
             )
         return
-    if not fields and inside:
+    if not inside <= {length, 1, 0}:
         raise ConfigurationError(
             f"{path} has {len(sequence)} elements with tensors of length {', '.join(map(str, sorted(inside)))}, "
             f"but the batch has {length} samples.",
@@ -228,15 +228,14 @@ def _check_texts(batch: Any, length: int) -> None:
 def _texts(node: Any, *, outermost: bool = False) -> Iterator[int]:
     """The lengths of sequences of texts, or of sequences of them."""
     several = isinstance(node, list | tuple) and not hasattr(node, "_fields") and not outermost
-    if several and node and all(map(_is_text, (text for each in node for text in _within(each)))):
-        yield len(node)
-        return
+    if several and node:
+        texts = (text for each in node for text in (each if isinstance(each, list | tuple) else [each]))
+        if all(map(_is_text, texts)):
+            yield len(node)
+            return
     for child in (children(node) or {}).values():
-        yield from _texts(child)
-
-
-def _within(node: Any) -> Sequence[Any]:
-    return node if isinstance(node, list | tuple) else [node]
+        if not isinstance(child, Tensor):
+            yield from _texts(child)
 
 
 def _is_text(node: Any) -> bool:

@@ -44,11 +44,13 @@ def check_no_causal_mask(batch: Any, length: int) -> None:
 
 
 def _lying_both_ways(node: Any, length: int, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(node, Tensor) and node.ndim > 1 and len(node) == length > 1 and length in node.shape[1:]:
-        yield path, node
+    if isinstance(node, Tensor):
+        if node.ndim > 1 and node.shape[0] == length > 1 and length in node.shape[1:]:
+            yield path, node
+        return
+    named = dataclasses.is_dataclass(node)
     for key, child in (children(node) or {}).items():
-        place = f"{path}.{key}" if dataclasses.is_dataclass(node) else f"{path}[{key!r}]"
-        yield from _lying_both_ways(child, length, place)
+        yield from _lying_both_ways(child, length, f"{path}.{key}" if named else f"{path}[{key!r}]")
 
 
 def _is_causal(tensor: Tensor) -> bool:
