@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from traceback import walk_tb
 from typing import Any
 
@@ -84,22 +84,17 @@ class Gradients:
         self._changed.close()
         self._absent = None
 
-    @contextmanager
-    def explained(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around a step of the optimizer: say what pipelines have to do with an error in it.
+    def explain(self, error: Exception, optimizer: Optimizer) -> None:
+        """Say what pipelines have to do with an error in a step of the optimizer.
 
         Raises:
             CutError: a parameter of this rank has been given data that comes from other ranks.
         """
-        try:
-            yield
-        except (RuntimeError, TypeError, AttributeError) as error:
-            if any(frame.f_code.co_name == "closure" for frame, _ in walk_tb(error.__traceback__)):
-                raise  # from the training step
-            self._pipeline.ownership.check_data()
-            if any(weight.grad is None for group in optimizer.param_groups for weight in group["params"]):
-                error.add_note(_NO_GRADIENTS)
-            raise
+        if any(frame.f_code.co_name == "closure" for frame, _ in walk_tb(error.__traceback__)):
+            return  # from the training step
+        self._pipeline.ownership.check_data()
+        if any(weight.grad is None for group in optimizer.param_groups for weight in group["params"]):
+            error.add_note(_NO_GRADIENTS)
 
     @property
     def reduced_at_once(self) -> bool:

@@ -428,8 +428,12 @@ class PipeStrategy(ParallelStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with self.run.gradients.explained(optimizer):
+        gradients = self.run.gradients
+        try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            gradients.explain(error, optimizer)
+            raise
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
