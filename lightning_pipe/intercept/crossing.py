@@ -95,7 +95,7 @@ def crossings_of(run: StageRun) -> dict[int, Crossing]:
     stage, tracker, routed = run.stage, run.tracker, run.layer_calls.routed
     alive = [
         (number, tensor)
-        for number, tensor in sorted(tracker.numbers.alive(), key=lambda pair: pair[0])
+        for number, tensor in sorted(tracker.numbers.alive())  # of which no two are equal
         if not isinstance(tensor, (Placeholder, nn.Parameter)) and number not in tracker.numbers.unfilled
     ]
     for _, tensor in alive:  # all of them: which ones the next stages use is known after the batch alone
