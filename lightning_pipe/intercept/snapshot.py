@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.intercept.tensor_state import copy_of, place_of, same_objects, same_values, version_of
+from lightning_pipe.intercept.tensor_state import copy_of, place_of, same_values, version_of
 from lightning_pipe.intercept.user_objects import LARGE, attributes_of, is_object
 from lightning_pipe.torch_internals import DisableTorchFunction
 
@@ -21,6 +22,7 @@ from lightning_pipe.torch_internals import DisableTorchFunction
 _MODULE_INTERNALS = (frozenset(vars(nn.Module())) - {"_buffers"}) | {"_flat_weight_refs"}
 # What the Trainer sets in a LightningModule by itself, around hooks too: none of it is a change by the step.
 _SKIPPED = _MODULE_INTERNALS | {"_trainer", "_current_fx_name", "_metric_attributes"}
+_PLAIN = {int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size, frozenset}  # cannot change
 _CLONED = 1 << 16
 """Tensors of up to this many elements are cloned, so that a change in place can be undone."""
 
@@ -89,39 +91,42 @@ class Node:
         seen: the nodes so far, by the ``id`` of their owners.
 
     Attributes:
-        kept: by key the values, each with the node that remembers what is in it, if anything there can change.
+        kept, nodes: by key the values, and what remembers the content of those in which anything can change.
     """
 
     def __init__(self, owner: Any, seen: dict[int, Node]) -> None:
         seen[id(owner)] = self  # first: what it holds may hold it
-        self.owner = owner
-        items = self.items()
-        large = len(items) > LARGE
-        self.kept = {key: (value, None if large else _node(value, seen)) for key, value in items.items()}
+        self.owner, self.nodes = owner, dict[Any, Node]()
+        self.kept = self.items()
+        if self.kept and len(self.kept) <= LARGE:
+            found = {key: _node(value, seen) for key, value in self.kept.items() if type(value) not in _PLAIN}
+            self.nodes = {key: node for key, node in found.items() if node is not None}
 
     def items(self) -> dict[Any, Any]:
         """The present content."""
         return dict(self.owner)
 
-    def undo(self, done: dict[int, Any], for_now: bool) -> Any:
+    def undo(self, done: dict[Node, Any], for_now: bool) -> Any:
         """Put the content back; see `Snapshot.undo`.
 
         Args:
-            done: by the ``id`` of nodes for which that is done, or under way, what stands in the place of their owners.
+            done: by the nodes for which that is done, or under way, what stands in the place of their owners.
             for_now: whether copies may stand for tensors.
 
         Returns:
             What to hold in the place of the owner.
         """
-        if id(self) not in done:
-            done[id(self)] = self.owner  # what it holds may hold it
-            done[id(self)] = self._undo(done, for_now)
-        return done[id(self)]
+        if self not in done:
+            done[self] = self.owner  # what it holds may hold it
+            done[self] = self._undo(done, for_now)
+        return done[self]
 
-    def _undo(self, done: dict[int, Any], for_now: bool) -> Any:
-        before = {key: value if node is None else node.undo(done, for_now) for key, (value, node) in self.kept.items()}
+    def _undo(self, done: dict[Node, Any], for_now: bool) -> Any:
+        if not (self.kept or self.items()):  # as mostly
+            return self.owner
+        before = self.kept | {key: node.undo(done, for_now) for key, node in self.nodes.items()}
         now = self.items()
-        same = before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
+        same = before.keys() == now.keys() and all(map(is_, before.values(), map(now.get, before)))
         return self.owner if same else self._filled(before, now)
 
     def _filled(self, before: dict[Any, Any], now: dict[Any, Any]) -> Any:
@@ -135,22 +140,21 @@ class Node:
                 target[key] = value
         return self.owner
 
-    def changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+    def changes(self, path: Path, seen: set[Node]) -> Iterator[Found]:
         """The differences from the content remembered, unless they have been reported under another path."""
-        if id(self) not in seen:
-            seen.add(id(self))
+        if self not in seen:
+            seen.add(self)
             yield from self._changes(path, seen)
 
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
-        now = self.items()
-        for key in self.kept.keys() - now.keys():
+    def _changes(self, path: Path, seen: set[Node]) -> Iterator[Found]:
+        kept, now = self.kept, self.items()
+        for key in kept.keys() - now.keys():
             yield self.owner, Change("delete", (*path, key))
         for key, value in now.items():
-            kept, node = self.kept.get(key, (MISSING, None))
-            if kept is not value and not equal_plain(kept, value):
+            if key not in kept or not (kept[key] is value or equal_plain(kept[key], value)):
                 yield self.owner, Change("set", (*path, key), value)
-            elif node is not None:
-                yield from node.changes((*path, key), seen)
+            elif key in self.nodes:
+                yield from self.nodes[key].changes((*path, key), seen)
 
 
 class Attributes(Node):
@@ -168,7 +172,8 @@ class Attributes(Node):
         return {
             name: value
             for name, value in attributes_of(self.owner).items()
-            if name not in skipped and (only is None or name in only) and not isinstance(value, nn.Module)
+            if name not in skipped and (only is None or name in only)
+            if type(value) in _PLAIN or not isinstance(value, nn.Module)
         }
 
 
@@ -185,14 +190,13 @@ class _List(Node):
         return self.owner
 
     @override
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+    def _changes(self, path: Path, seen: set[Node]) -> Iterator[Found]:
         now, old = list(self.owner), len(self.kept)
-        if not same_objects(now[:old], [value for value, _ in self.kept.values()]):
+        if len(now) < old or not all(map(is_, now, self.kept.values())):
             yield self.owner, Change("fill", path, self.owner)
             return
-        for index, (_, node) in self.kept.items():
-            if node is not None:
-                yield from node.changes((*path, index), seen)
+        for index, node in self.nodes.items():
+            yield from node.changes((*path, index), seen)
         if len(now) > old:
             # Told apart from other changes: a list that grows all the time is not sent whole.
             yield self.owner, Change("append", (*path, None), now[old:])
@@ -207,7 +211,7 @@ class _Tuple(_List):
         return kind._make(before.values()) if hasattr(kind, "_make") else kind(before.values())
 
     @override
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+    def _changes(self, path: Path, seen: set[Node]) -> Iterator[Found]:
         for owner, change in super()._changes(path, seen):
             # a tensor or an array that has changed: other ranks get another tuple with it
             inner = change.kind == "set" and change.path[:-1] == path
@@ -222,7 +226,7 @@ class _Set(_List):
         return dict.fromkeys(self.owner)
 
     @override
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+    def _changes(self, path: Path, seen: set[Node]) -> Iterator[Found]:
         if self.owner != self.kept.keys():
             yield self.owner, Change("fill", path, self.owner)
 
@@ -245,11 +249,9 @@ class _Tensor(Node):
         return self.version is None and self.former is not None and not same_values(self.owner, self.former)
 
     @override
-    def _undo(self, done: dict[int, Any], for_now: bool) -> Any:
+    def _undo(self, done: dict[Node, Any], for_now: bool) -> Any:
         if not self._changed():
             return self.owner
-        if for_now and self.former is not None:
-            return self.former
         if self.former is None:
             raise CutError(
                 f"A tensor of shape {tuple(self.owner.shape)} that belongs to the LightningModule was changed in place "
@@ -257,18 +259,17 @@ class _Tensor(Node):
                 hint="Change it after the last layer, or outside the step.",
             )
         # a tensor that the cut has swapped for another cannot take its value back
-        if place_of(self.owner) != self.place:
+        if for_now or place_of(self.owner) != self.place:
             return self.former
         with torch.no_grad():
             # in place, for whoever else refers to the tensor or to a view of it
             self.owner[...] = self.former
         if isinstance(self.owner, Tensor):
-            vars(self.owner).clear()
-            vars(self.owner).update(self.marks)
+            refill(vars(self.owner), self.marks)
         return self.owner
 
     @override
-    def _changes(self, path: Path, seen: set[int]) -> Iterator[Found]:
+    def _changes(self, path: Path, seen: set[Node]) -> Iterator[Found]:
         # it may have been filled with the values that it had
         if self._changed() and (self.former is None or not same_values(self.owner, self.former)):
             yield self.owner, Change("set", path, self.owner)
@@ -276,22 +277,18 @@ class _Tensor(Node):
 
 def _node(value: Any, seen: dict[int, Node]) -> Node | None:
     """What remembers the content of a value; ``None`` if it has none that a step could change."""
-    kind: Any = type(value)
-    if kind in (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size, frozenset):
-        return None
     if id(value) in seen:
         # a module that another one refers to counts where it is a part, or not at all
         return None if isinstance(value, nn.Module) else seen[id(value)]
-    if isinstance(value, Tensor):
-        return None if isinstance(value, nn.Parameter) else _Tensor(value, seen)
     for kinds, node in _NODES:
         if isinstance(value, kinds):
-            found: Node = node(value, seen)
-            return found
+            return node(value, seen)
+    if isinstance(value, Tensor):
+        return None if isinstance(value, nn.Parameter) else _Tensor(value, seen)
     return Attributes(value, seen) if is_object(value) else None
 
 
-_NODES: tuple[tuple[Any, type[Any]], ...] = (
+_NODES: tuple[tuple[Any, type[Node]], ...] = (
     (dict, Node),
     ((list, deque), _List),
     (tuple, _Tuple),
@@ -333,7 +330,7 @@ class Snapshot:
                 and their values may be needed by graphs meanwhile.
         """
         with DisableTorchFunction():
-            done: dict[int, Any] = {}
+            done: dict[Node, Any] = {}
             for node in self._nodes.values():
                 node.undo(done, for_now)
 
@@ -344,7 +341,9 @@ class Snapshot:
             found.setdefault(change.path[0], set()).add(change.path[1])
         self._nodes = {name: self._nodes[name] for name in found}
         for name, node in self._nodes.items():
-            node.only, node.kept = found[name], {key: node.kept[key] for key in node.kept.keys() & found[name]}
+            names = node.only = found[name]
+            node.kept = {key: node.kept[key] for key in node.kept.keys() & names}
+            node.nodes = {key: node.nodes[key] for key in node.nodes.keys() & names}
         return bool(found)
 
     def altered(self) -> list[tuple[tuple[str, str], bool, list[Any]]]:
@@ -355,12 +354,12 @@ class Snapshot:
         found = list[tuple[tuple[str, str], bool, list[Any]]]()
         with DisableTorchFunction():
             for name, node in self._nodes.items():
-                for holder in filter(None, (node, node.kept.get("_buffers", (None, None))[1])):
+                for holder in filter(None, (node, node.nodes.get("_buffers"))):
                     now = holder.items()
                     for key in (each for each in holder.kept | now if each != "_buffers"):
-                        former, inner = holder.kept.get(key, (MISSING, None))
-                        owners = [] if inner is None else [owner for owner, _ in inner.changes((), set())]
-                        value = now.get(key, MISSING)
+                        former, value = holder.kept.get(key, MISSING), now.get(key, MISSING)
+                        inner = holder.nodes[key].changes((), set()) if key in holder.nodes else ()
+                        owners = [owner for owner, _ in inner]
                         if owners or not (value is former or equal_plain(value, former)):
                             found.append(((name, key), former is not MISSING, owners))
         return found
@@ -368,5 +367,5 @@ class Snapshot:
     def changes(self) -> list[Change]:
         """What has become different since."""
         with DisableTorchFunction():
-            seen: set[int] = set()
+            seen: set[Node] = set()
             return [change for name, node in self._nodes.items() for _, change in node.changes((name,), seen)]
