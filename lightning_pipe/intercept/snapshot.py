@@ -99,8 +99,9 @@ class Node:
         self.owner, self.nodes = owner, dict[Any, Node]()
         self.kept = self.items()
         if self.kept and len(self.kept) <= LARGE:
-            found = {key: _node(value, seen) for key, value in self.kept.items() if type(value) not in _PLAIN}
-            self.nodes = {key: node for key, node in found.items() if node is not None}
+            for key, value in self.kept.items():
+                if type(value) not in _PLAIN and (node := _node(value, seen)) is not None:
+                    self.nodes[key] = node
 
     def items(self) -> dict[Any, Any]:
         """The present content."""
@@ -148,8 +149,9 @@ class Node:
 
     def _changes(self, path: Path, seen: set[Node]) -> Iterator[Found]:
         kept, now = self.kept, self.items()
-        for key in kept.keys() - now.keys():
-            yield self.owner, Change("delete", (*path, key))
+        for key in kept:
+            if key not in now:
+                yield self.owner, Change("delete", (*path, key))
         for key, value in now.items():
             if key not in kept or not (kept[key] is value or equal_plain(kept[key], value)):
                 yield self.owner, Change("set", (*path, key), value)
@@ -173,7 +175,7 @@ class Attributes(Node):
             name: value
             for name, value in attributes_of(self.owner).items()
             if name not in skipped and (only is None or name in only)
-            if type(value) in _PLAIN or not isinstance(value, nn.Module)
+            if type(value) in _PLAIN or type(value) in _NODES or not isinstance(value, nn.Module)
         }
 
 
@@ -280,21 +282,17 @@ def _node(value: Any, seen: dict[int, Node]) -> Node | None:
     if id(value) in seen:
         # a module that another one refers to counts where it is a part, or not at all
         return None if isinstance(value, nn.Module) else seen[id(value)]
-    for kinds, node in _NODES:
-        if isinstance(value, kinds):
+    if type(value) in _NODES:
+        return _NODES[type(value)](value, seen)
+    for kind, node in _NODES.items():
+        if isinstance(value, kind):
             return node(value, seen)
     if isinstance(value, Tensor):
         return None if isinstance(value, nn.Parameter) else _Tensor(value, seen)
     return Attributes(value, seen) if is_object(value) else None
 
 
-_NODES: tuple[tuple[Any, type[Node]], ...] = (
-    (dict, Node),
-    ((list, deque), _List),
-    (tuple, _Tuple),
-    (set, _Set),
-    (np.ndarray, _Tensor),
-)
+_NODES: dict[Any, type[Node]] = {dict: Node, list: _List, deque: _List, tuple: _Tuple, set: _Set, np.ndarray: _Tensor}
 
 
 def equal_plain(one: Any, other: Any) -> bool:
