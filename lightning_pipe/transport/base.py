@@ -195,9 +195,9 @@ class Transport(ABC):
         if not processes:  # to encode what is on an accelerator, the host would wait for it
             return Several()
         # what goes through shared memory has been copied when the send returns
-        messages = encode(obj, by_reference=kept or all(process in self._local for process in processes))
+        messages = encode(obj, by_reference=kept or self._local.keys() >= {*processes})
         start = partial(self._start_send, lane=f"the object lane with tag {tag}", tag=FIRST_OBJECT_TAG + tag)
-        return Several(*(start(message, process) for process in processes for message in messages))
+        return Several(*[start(message, process) for process in processes for message in messages])
 
     def receive_object_from(self, process: int, tag: int) -> Any:
         """The next object that a process of the world sends with this tag."""

@@ -61,11 +61,11 @@ def encode(obj: object, *, by_reference: bool = False) -> list[Tensor]:
             f"Something that ranks share, such as a batch or what a step returns, does not pickle: {error}.",
             hint="Let it hold tensors, numbers, strings, containers, and objects of classes that modules name.",
         ) from error
-    size = file.tell() - _COUNTS.size
-    file.write(struct.pack(f"={len(large)}q", *(each.numel() for each in large)).ljust(FIRST - file.tell(), b"\0"))
-    _COUNTS.pack_into(file.getbuffer(), 0, size, len(large))
-    text = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    texts = [part for part in (text[:FIRST], text[FIRST:]) if part.numel()]
+    end = file.tell()
+    file.write(struct.pack(f"={len(large)}q", *[each.numel() for each in large]).ljust(FIRST - end, b"\0"))
+    _COUNTS.pack_into(memory := file.getbuffer(), 0, end - _COUNTS.size, len(large))
+    text = torch.frombuffer(memory, dtype=torch.uint8)
+    texts = [text] if text.numel() == FIRST else [text[:FIRST], text[FIRST:]]
     return texts + (large if by_reference else [each.clone() for each in large])
 
 
@@ -130,4 +130,4 @@ def _tensor(
     tensor.set_(storage, *place)
     if on_device:
         tensor = tensor.to(device)
-    return tensor.requires_grad_(requires_grad and not torch.is_inference_mode_enabled())
+    return tensor.requires_grad_() if requires_grad and not torch.is_inference_mode_enabled() else tensor
