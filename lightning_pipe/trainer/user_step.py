@@ -124,15 +124,17 @@ class UserStep:
         trainer: Any = self.module.trainer
         if not training:
             return [trainer.should_stop, False, False]
-        return self.world.any_counterpart([trainer.should_stop, *trainer.strategy.world.signals.asked])
+        world, flags = self.world, [trainer.should_stop, *self.world.signals.asked]
+        flags = world.any_of(flags, world.replica_members)
+        return world.any_of(flags, world.transport.topology.tensor_processes(world.transport.process))
 
     def take_over(self, reports: Sequence[StepReport], *, training: bool) -> None:
         """Stop the training if a report asks for it; act on signals before the next batch."""
         trainer: Any = self.module.trainer
-        stop, *told = (any(flags) for flags in zip(*[each.asked for each in reports], strict=True))
+        stop, *told = [any(flags) for flags in zip(*[each.asked for each in reports], strict=True)]
         trainer.should_stop = trainer.should_stop or stop
         if training:
-            trainer.strategy.world.signals.told = told
+            self.world.signals.told = told
 
 
 class StepOfBatch:
