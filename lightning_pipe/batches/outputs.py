@@ -25,7 +25,7 @@ def losses_on_host(outputs: dict[int, Any], pipeline: Pipeline) -> dict[int, Any
     losses = [*map(loss_of, outputs.values())]
     host = [torch.tensor(value, dtype=loss.dtype) for value, loss in zip(to_host(losses), losses, strict=True)]
     return {
-        index: {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        index: loss if isinstance(output, Tensor) else {**output, "loss": loss}
         for (index, output), loss in zip(outputs.items(), host, strict=True)
     }
 

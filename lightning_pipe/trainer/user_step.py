@@ -281,8 +281,8 @@ class StepOfBatch:
             own_batch: whether it is the batch that the Trainer takes the number of samples from.
         """
         log, parts = self._user_step.log, self.micro_batches
-        self._traces.put_back(max((report.hooks for report in reports), key=len))
-        merged = combine(one for report in reports for one in report.logged)
+        self._traces.put_back(max([report.hooks for report in reports], key=len))
+        merged = combine([one for report in reports for one in report.logged])
         for one in merged:
             one.reduction = "sum" if parts.summed and one.is_loss else one.reduction
         log.replay(merged, len(parts.parts), self._user_step.pipeline.transport.device, own_batch=own_batch)

@@ -74,7 +74,7 @@ class Merged:
         values: list[float] = self.values
         if self.reduction == "mean":
             pairs = zip(values, self.weights, strict=True)
-            return sum(value * weight for value, weight in pairs if weight) / (self.weight or 1.0)
+            return sum([value * weight for value, weight in pairs if weight]) / (self.weight or 1.0)
         if self.reduction == "sum":
             return sum(values)
         if any(map(math.isnan, values)):
@@ -169,15 +169,15 @@ class Log:
         for (micro_batch, one), value in zip(found, values, strict=True):
             tensor, given = one.values[0], one.options.get("batch_size")
             if tensor is not None:
-                one.dtype = tensor.dtype if tensor.is_floating_point() else _default_dtype()
-            if len(samples) > 1:
+                one.dtype = tensor.dtype if tensor.dtype.is_floating_point else _default_dtype()
+            if given is not None and len(samples) > 1:
                 if given == sum(samples):
                     self._whole.add((one.key, given))
                 one.constant = (one.key, given) in self._whole
             counts = amounts[micro_batch] if given is None or one.constant else given
             one.values, one.weights = [value], [float(counts)]
             one.is_loss = value == losses.get(micro_batch)
-        return combine(one for _, one in found)
+        return combine([one for _, one in found])
 
     def replay(
         self, merged: Iterable[Merged], micro_batches: int, device: torch.device, *, own_batch: bool = True
@@ -214,7 +214,7 @@ class Log:
                 hint="Leave sync_dist_group out: sync_dist=True reduces over the replicas.",
             )
         metric: str | None = None
-        if isinstance(value, Metric):
+        if not isinstance(value, Tensor) and isinstance(value, Metric):
             metric = options.pop("metric_attribute", None) or self.metrics.get(id(value))
             if metric is None:
                 raise ConfigurationError(
@@ -264,8 +264,8 @@ def single_value(value: Any) -> Tensor | None:
 
 
 def _reduction(function: Any) -> str:
-    name = function if isinstance(function, str) else getattr(function, "__name__", "")
-    name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name.lower(), name.lower())
+    name = (function if isinstance(function, str) else getattr(function, "__name__", "")).lower()
+    name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)
     # anything else is refused by Lightning when it is logged
     return name if name in _REDUCTIONS else "mean"
 
