@@ -125,10 +125,12 @@ class SharedStep:
             traces.before.append(Snapshot({str(id(part)): part for part in computing}, buffers=False))
 
         def run(_: int, micro_batch: Any) -> Any:
-            with self._traces.undoing(traces, None, lambda: nullcontext({0: Snapshot(self._metrics)})):
+            def complete() -> Any:
                 result = step(micro_batch)
                 pipeline.returning(result)
-            return result
+                return result
+
+            return self._traces.run_or_undo(complete, traces, None, lambda: nullcontext({0: Snapshot(self._metrics)}))
 
         with self._traces.hooks.installed():
             outputs = call(run)

@@ -6,8 +6,8 @@ another rank, begin with what was there before. What complete runs have changed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -134,17 +134,19 @@ class StepHooks:
 
         return noting
 
-    @contextmanager
-    def noting(self, end_run: Callable[[list[Registered]], None]) -> Iterator[None]:
+    def noting(self, end_run: Callable[[list[Registered]], None]) -> StepHooks:
         """Around a run of the step; ``end_run`` is called behind it with what it has registered, if anything."""
-        noted: list[Registered] = []
-        self._noted = noted
-        try:
-            yield
-        finally:
-            self._noted = None
-            if noted:
-                end_run(noted)
+        self._end_run = end_run
+        return self
+
+    def __enter__(self) -> None:
+        self._noted = []
+
+    def __exit__(self, *_: object) -> None:
+        noted, self._noted = self._noted, None
+        if noted:
+            self._end_run(noted)
+        del self._end_run  # it keeps what the batch has left
 
 
 class StepTraces:
@@ -166,16 +168,17 @@ class StepTraces:
         """The attributes as they are now."""
         return Snapshot(self.of_layers.around)
 
-    @contextmanager
-    def undoing(
+    def run_or_undo(
         self,
+        run: Callable[[], Any],
         traces: TracesOfBatch,
-        before: Snapshot | None = None,
-        remembered: Callable[[], AbstractContextManager[Mapping[int, Snapshot]]] = lambda: nullcontext({}),
-    ) -> Iterator[None]:
-        """Around a run of the step: its traces are removed if it ends early, or if it is not the first complete one.
+        before: Snapshot | None,
+        remembered: Callable[[], AbstractContextManager[Mapping[int, Snapshot]]],
+    ) -> Any:
+        """Run the step; its traces are removed if the run ends early, or if it is not the first complete one.
 
         Args:
+            run: runs it.
             traces: of the runs for the batch.
             before: the attributes before it, if they are known.
             remembered: the context of what else is to be undone.
@@ -192,25 +195,24 @@ class StepTraces:
         several_complete = pipeline.family.pipes > 1 and pipeline.synchronous and traces.micro_batches > 1 and not again
         noting_hooks = self.hooks.noting(lambda hooks: traces.end_run(hooks, complete=complete))
         taking = untouched(self.of_layers.around) if again or may_repeat or several_complete else nullcontext()
-        if complete:
-            with noting_hooks, taking:
-                yield
-            return
-        # what stands in the place of iterators is no change
-        with taking, noting_hooks, remembered() as others:
-            kept = before or self.capture()
-            try:
-                yield
-                complete = not again
-                traces.before += [kept, *others.values()] if may_repeat else ()
-            finally:
-                for change in kept.changes() if complete and several_complete else ():  # which other ranks do not see
-                    raise in_several_pipes(change.written)
-                if not complete:
-                    # (a recomputation is put back once more around it, and its graph holds the tensors of now)
-                    kept.undo(for_now=again and not is_alone())
-                    for states in others.values():
-                        states.undo()
+        with taking, noting_hooks:  # in this order: what stands in the place of iterators is no change
+            if complete:
+                return run()
+            with remembered() as others:
+                kept = before or self.capture()
+                try:
+                    result = run()
+                    complete = not again
+                    traces.before += [kept, *others.values()] if may_repeat else ()
+                    return result
+                finally:
+                    for change in kept.changes() if complete and several_complete else ():  # unseen by other ranks
+                        raise in_several_pipes(change.written)
+                    if not complete:
+                        # (a recomputation is put back once more around it, and its graph holds the tensors of now)
+                        kept.undo(for_now=again and not is_alone())
+                        for states in others.values():
+                            states.undo()
 
     def changes(self, before: Snapshot | None) -> list[Change]:
         """What steps have changed, for other ranks.

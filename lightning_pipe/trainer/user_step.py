@@ -21,6 +21,7 @@ from lightning_pipe.trainer.world import World
 from lightning_pipe.transport.nonblocking_broadcast import REPORTS, NonBlockingBroadcast
 
 _SETTINGS = (bool, int, float, str, tuple)  # of optimizers; a tensor stays where it is
+_CONTEXTS = {"training_step": "train_step_context", "validation_step": "val_step_context"}  # of plugins (Lightning 2.6)
 
 
 @dataclass
@@ -178,49 +179,49 @@ class StepOfBatch:
         self._user_step = user_step
         trainer: Any = user_step.module.trainer
         self._method = getattr(user_step.module, name)
-        self._context = getattr(trainer.precision_plugin, f"{trainer.state.stage.dataloader_prefix}_step_context")
+        self._context = getattr(trainer.precision_plugin, _CONTEXTS.get(name, f"{name}_context"))
+        self._shares = micro_batches.shares if len(micro_batches.parts) > 1 else None
         self._training = name == "training_step"
         self._logged: Logged = {}
         self._settings: list[dict[str, Any]] = []
-        optimizers = trainer.optimizers if self._training else ()
-        self._groups = [group for each in optimizers for group in each.param_groups]
+        self._groups = [group for each in trainer.optimizers for group in each.param_groups] if self._training else []
         self._traces = TracesOfBatch(len(micro_batches.parts), may_repeat=may_repeat)
 
-    def __call__(self, index: int, micro_batch: Any) -> Any:
+    def __call__(self, index: int, part: Any) -> Any:
         """Run the user's step for one micro-batch.
 
         The pipeline ends the run by an exception where another rank goes on.
 
         Args:
             index: of the micro-batch.
-            micro_batch: the micro-batch.
+            part: the micro-batch.
         """
         if self.dropped:
             raise CutError("internal error: the batch runs again.")
         common = self._user_step
-        again = is_recomputing()
-        common.metrics.share = self.micro_batches.shares[index] if len(self.micro_batches.parts) > 1 else None
+        common.metrics.share = self._shares[index] if self._shares else None
         # an evaluation of one micro-batch has what was there before its batch, as every run is undone
-        before = None if self._training or again or len(self.micro_batches.parts) > 1 else self.before
-        undoing = common.traces.undoing(self._traces, before, common.metrics.remembered)
-        with common.log.recording(self._logged, index), undoing, self._context():
-            if not common.pipeline.synchronous:  # between its runs, hooks set those of other batches
-                self._note_settings(anew=True)
-            result = self._run(micro_batch)
-            self._note_settings()
-            # within these contexts: a run that still waits for what other ranks send must not count as complete
-            common.pipeline.returning(result)
-        return result
+        before = None if self._training or self._shares or is_recomputing() else self.before
+        with common.log.recording(self._logged, index):
+            return common.traces.run_or_undo(lambda: self._run(part), self._traces, before, lambda: common.metrics)
 
-    def _run(self, micro_batch: Any) -> Any:
-        try:
-            return self._method(micro_batch, *self.args[1:])
-        except StopIteration as error:
-            # Lightning's loop would take it for the end of the data (2.6), on this rank alone
-            raise ConfigurationError(
-                f"{self._method.__name__} raises StopIteration: an iterator that it takes from has ended.",
-                hint="Give next() a default, or let the items come with the batch (CombinedLoader).",
-            ) from error
+    def _run(self, part: Any) -> Any:
+        pipeline = self._user_step.pipeline
+        with self._context():
+            if not pipeline.synchronous:  # between its runs, hooks set those of other batches
+                self._note_settings(anew=True)
+            try:
+                result = self._method(part, *self.args[1:])
+            except StopIteration as error:
+                # Lightning's loop would take it for the end of the data (2.6), on this rank alone
+                raise ConfigurationError(
+                    f"{self._method.__name__} raises StopIteration: an iterator that it takes from has ended.",
+                    hint="Give next() a default, or let the items come with the batch (CombinedLoader).",
+                ) from error
+            self._note_settings()
+            # here: a run that still waits for what other ranks send must not count as complete
+            pipeline.returning(result)
+        return result
 
     def _note_settings(self, *, anew: bool = False) -> None:
         """Note what a training step has set in groups of optimizers; each of its runs must leave the same."""

@@ -138,17 +138,20 @@ class Log:
         with replaced(pl.LightningModule, "log", log), replaced(ResultMetric, "to", _move, gated=False):
             yield
 
-    @contextmanager
-    def recording(self, logged: Logged, micro_batch: int) -> Iterator[None]:
+    def recording(self, logged: Logged, micro_batch: int) -> Log:
         """Around one run of the step: what the first one that does not end early logs stands for its micro-batch."""
+        self._logged, self._micro_batch = logged, micro_batch
+        return self
+
+    def __enter__(self) -> None:
         self._current = {}
-        try:
-            yield
-            for entry in self._current.values():
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        entries, self._current = self._current or {}, None
+        if error is None:
+            for entry in entries.values():
                 entry.complete()
-            logged.setdefault(micro_batch, self._current)
-        finally:
-            self._current = None
+            self._logged.setdefault(self._micro_batch, entries)
 
     def merge(
         self, logged: Logged, samples: Sequence[float], amounts: Sequence[float], losses: Mapping[int, float]

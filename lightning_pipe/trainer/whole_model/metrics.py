@@ -84,14 +84,13 @@ class Metrics:
                 changed.enter_context(each)
             yield
 
-    @contextmanager
-    def remembered(self) -> Iterator[dict[int, Snapshot]]:
+    def __enter__(self) -> dict[int, Snapshot]:
         """Around a run of the step: the states of the metrics that it changes, as they were before."""
         self._touched = {}
-        try:
-            yield self._touched
-        finally:
-            self._touched = None
+        return self._touched
+
+    def __exit__(self, *_: object) -> None:
+        self._touched = None
 
     def _touch(self, metric: Metric) -> None:
         """Remember a metric's state before it changes: most runs that end early never come to a metric."""
