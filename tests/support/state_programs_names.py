@@ -17,8 +17,8 @@ class Shrinks(Base):
     def start(self) -> Tensor:
         return torch.ones(WIDTH, dtype=torch.float64)
 
-    def make(self) -> None:
-        self.state = self.start()
+    def setup(self, stage: str) -> None:
+        self.state = self.start().to(self.trainer.strategy.root_device)
 
     def before(self, x: Tensor) -> Tensor:
         return x * self.state
@@ -32,8 +32,9 @@ class Shrinks(Base):
 class LeafBefore(Shrinks):
     """A leaf of the graph that is no parameter."""
 
-    def start(self) -> Tensor:
-        return super().start().requires_grad_()
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.state.requires_grad_()
 
     def behind(self, out: Tensor) -> Tensor:
         self.state = (self.state.detach() * 0.9).requires_grad_()
@@ -53,8 +54,9 @@ class SparseBefore(Shrinks):
 class HiddenParameterBefore(Base):
     """In a list, where no module registers it."""
 
-    def make(self) -> None:
-        self.hidden = [nn.Parameter(torch.ones(WIDTH, dtype=torch.float64), requires_grad=False)]
+    def setup(self, stage: str) -> None:
+        start = torch.ones(WIDTH, dtype=torch.float64, device=self.trainer.strategy.root_device)
+        self.hidden = [nn.Parameter(start, requires_grad=False)]
 
     def before(self, x: Tensor) -> Tensor:
         return x * self.hidden[0]

@@ -13,9 +13,13 @@ from tests.trainer.test_state_contract import PHASES, Cell, Left, amiss, ended, 
 
 pytestmark = pytest.mark.rehearsed
 
-OTHER_DRAWS = frozenset(["NoiseBefore"])
-"""Programs that draw on the device, whose generator draws other numbers than that of the CPU."""
-FAST = ["BufferInPlaceBefore", "TableBefore"]
+OF_THE_CPU = frozenset(["NoiseBefore", "BatchByItsArray", "SparseBefore"])
+"""Programs that draw on the device, whose generator draws other numbers, that take arrays of the batch, and with
+sparse tensors, of which the fake device has none.
+"""
+HOLE = "HiddenParameterBefore"
+"""Of an evaluation, whose batches have one micro-batch."""
+FAST = ["BufferInPlaceBefore", "TableBefore", "LeafBefore"]
 
 
 def on_devices(cells: list[Cell]) -> dict[Cell, list[Left]]:
@@ -44,4 +48,12 @@ def test_equal_or_told_on_devices() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_all_programs_are_equal_or_told_on_devices(phase: str, schedule: str) -> None:
-    assert not wrong([name for name in PROGRAMS if name not in OTHER_DRAWS], phase, schedule)
+    hole = HOLE if phase == "evaluate" else ""
+    assert not wrong([name for name in PROGRAMS if name not in (*OF_THE_CPU, hole)], phase, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xfail(strict=True, reason="a known hole of docs/state.md")
+def test_what_is_no_attribute_and_changes_in_another_batch_is_told_on_devices() -> None:
+    assert not wrong([HOLE], "evaluate", "1f1b")
