@@ -70,10 +70,8 @@ class GroupWork:
     """
 
     def __init__(self, transport: Transport, operation: object, work: Any, held: Tensor | None) -> None:
-        self._transport = transport
-        self._operation = operation
-        self._work: Any = work
-        self._held = held
+        self._transport, self._operation = transport, operation
+        self._work, self._held = work, held
 
     def wait(self) -> Any:
         """Return when the operation is done, with what it returns."""

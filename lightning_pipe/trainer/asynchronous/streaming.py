@@ -26,7 +26,6 @@ from lightning_pipe.engine.withheld_gradients import WithheldGradients, withheld
 from lightning_pipe.errors import ConfigurationError
 from lightning_pipe.intercept.snapshot import Change, Snapshot
 from lightning_pipe.patches import replaced
-from lightning_pipe.torch_internals import named_parameters
 from lightning_pipe.trainer.asynchronous.hyperparameters import Hyperparameters
 from lightning_pipe.trainer.gradients import Gradients
 from lightning_pipe.trainer.user_step import StepOfBatch, StepReport, UserStep, known_outputs
@@ -133,8 +132,7 @@ class Streaming:
     def _go_on(self, advance: Callable[[], CallResult]) -> Any:
         """One call, with a batch or while the pipeline is drained; returns what ``training_step`` is to return."""
         stop = self._trainer.should_stop
-        parameters = [each for _, each in named_parameters(self._module)]
-        with withheld_gradients(parameters) as withheld, self._step.running() as before:
+        with withheld_gradients(list(self._module.parameters())) as withheld, self._step.running() as before:
             self._call = advance()
         if not self._pipeline.is_loss_rank:  # an earlier stage is batches ahead of what counts
             self._trainer.should_stop = stop
