@@ -72,6 +72,7 @@ class Digest:
 
     Attributes:
         idle: as given; it may change in the run.
+        compares: whether it was not so at first: later runs on devices know by marks what this one has made.
         thorough: whether the words of layers that run here count what their code names.
         words: those of the calls so far.
         expected: those of the previous stage up to its cut.
@@ -79,7 +80,7 @@ class Digest:
     """
 
     def __init__(self, numbers: Numbers, name_of: Callable[[Tensor], str | None], *, idle: bool = False) -> None:
-        self.idle, self.thorough = idle, False
+        self.idle, self.compares, self.thorough = idle, not idle, False
         self.words: list[int] = []
         self.expected: Sequence[int] = ()
         self.since = 0

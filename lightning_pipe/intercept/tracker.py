@@ -253,7 +253,7 @@ class Tracker(TorchFunctionMode):
         if name.startswith(("empty", "new_empty")):
             with torch.no_grad():  # the result may be a leaf
                 result.zero_()  # what is in new memory differs between stages, and says nothing
-        if self.partial:  # behind the last layer, too: on devices later runs know by it what this one has made
+        if self.digest.compares:  # behind the last layer, too
             # what is given back as it was (`.to(device)`) is what it was
             made = [each for each in results_of(result, ()) if all(each is not leaf for leaf in leaves)]
             self.digest.follow((name, *kwargs), leaves, made, written, drawn)

@@ -60,7 +60,7 @@ class TurnTracker(Tracker):
         self._mail, self._generators = mail, generators
         self.holder, self._begin = first, 0  # the number of calls before the turn
         self.waiting = first != mail.rank
-        self.digest.idle = True  # ranks that follow each other compare nothing
+        self.digest.idle, self.digest.compares = True, False  # ranks that follow each other compare nothing
         # what the rank with the turn has told; ``None`` as long as it has not
         self._told: Crossing | None = None
         # by number, the rank that has computed a tensor; by rank, the numbers of the values that it got with its turn
