@@ -17,8 +17,8 @@ MOST_LINES = 400
 LONGER = {"lightning_pipe.trainer.strategy": 580}
 """One class, as Lightning's own strategies are: its options are 140 lines, and Lightning asks 45 things."""
 BUDGET = {
-    "intercept": 6263,
-    "trainer": 5725,
+    "intercept": 6265,
+    "trainer": 5727,
     "engine": 3380,
     "schedules": 3080,
     "planning": 2350,

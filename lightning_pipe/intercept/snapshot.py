@@ -98,7 +98,7 @@ class Node:
         seen[id(owner)] = self  # first: what it holds may hold it
         self.owner, self.nodes = owner, dict[Any, Node]()
         self.kept = self.items()
-        if self.kept and len(self.kept) <= LARGE:
+        if len(self.kept) <= LARGE:
             for key, value in self.kept.items():
                 if type(value) not in _PLAIN and (node := _node(value, seen)) is not None:
                     self.nodes[key] = node

@@ -249,7 +249,8 @@ class StageRun:
             shared = {entry.number for entry in entries if entry.shared}
             alive = numbers.alive() if shared else ()
             self.copied = [(tensor, version_of(tensor), number) for number, tensor in alive if number in shared]
-        self.tracker.followed, self.tracker.digest.idle = not self.stage.last, self.stage.last
+        self.tracker.followed = not self.stage.last
+        self.tracker.digest.idle = self.stage.last  # nobody compares what follows
 
     def check_backward(self, outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor | GradientEdge]) -> None:
         """A backward pass begins inside the step: of a derivative over the cut it would find a part.

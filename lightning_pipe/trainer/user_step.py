@@ -125,9 +125,7 @@ class UserStep:
         trainer: Any = self.module.trainer
         if not training:
             return [trainer.should_stop, False, False]
-        world, flags = self.world, [trainer.should_stop, *self.world.signals.asked]
-        flags = world.any_of(flags, world.replica_members)
-        return world.any_of(flags, world.transport.topology.tensor_processes(world.transport.process))
+        return self.world.any_counterpart([trainer.should_stop, *self.world.signals.asked])
 
     def take_over(self, reports: Sequence[StepReport], *, training: bool) -> None:
         """Stop the training if a report asks for it; act on signals before the next batch."""

@@ -287,9 +287,8 @@ class World:
     @property
     def replica_members(self) -> tuple[int, ...]:
         """The processes with the same rank in all pipelines; in a trial run, which others may not make, this one."""
-        transport = self.transport
-        alone = transport.topology.replicas == 1 or is_alone()
-        return (transport.process,) if alone else tuple(sorted(transport.topology.replica_processes(transport.rank)))
+        processes = self.transport.topology.replica_processes(self.transport.rank)
+        return (self.transport.process,) if is_alone() else processes
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -310,6 +309,11 @@ class World:
         # in a step only the ranks of the same stage are sure to ask
         members = self.replica_members if self.local else self.everyone
         return self.any_of([decision != unanimous], members)[0] != unanimous
+
+    def any_counterpart(self, flags: list[bool]) -> list[bool]:
+        """Whether any process says yes to each question, of those that have this rank in their pipeline."""
+        flags = self.any_of(flags, self.replica_members)
+        return self.any_of(flags, self.transport.topology.tensor_processes(self.transport.process))
 
     def any_of(self, flags: list[bool], members: tuple[int, ...]) -> list[bool]:
         """Whether any process of a group says yes to each question."""

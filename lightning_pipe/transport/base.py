@@ -308,7 +308,7 @@ class Transport(ABC):
         """The sums of amounts of all pipelines, from the processes with the same rank in each."""
         total = torch.tensor(amounts, dtype=torch.float64, device="cpu")
         if self.topology.replicas > 1:
-            self.all_reduce(total, tuple(sorted(self.topology.replica_processes(self.rank)))).wait()
+            self.all_reduce(total, self.topology.replica_processes(self.rank)).wait()
         return total.tolist()
 
     def _start_send(self, data: Tensor, process: int, lane: Lane | str, tag: int) -> Work:

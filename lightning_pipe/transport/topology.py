@@ -136,7 +136,7 @@ class Topology:
         return tuple(self.process(replica, rank) for rank in range(self.ranks))
 
     def replica_processes(self, rank: int) -> tuple[int, ...]:
-        """The processes that are ``rank`` of their pipelines, indexed by replica."""
+        """The processes that are ``rank`` of their pipelines, indexed by replica, and so sorted."""
         return tuple(self.process(replica, rank) for replica in range(self.replicas))
 
     def members(self, replica: int, ranks: Sequence[int]) -> tuple[int, ...]:
